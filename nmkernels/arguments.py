@@ -1,4 +1,5 @@
 """Numbers that users pass: NumPy's and tensors of one integer count as the int that they hold; anything else is refused in one sentence.
+And names of layers that they pass, with wildcards.
 
 Callers pass the class of the error, so that this module needs only the standard library and every other one can import it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from fnmatch import fnmatchcase
 from numbers import Real
 
 
@@ -56,3 +58,8 @@ def finite_number(error: type[Exception], what: str, value: object, least: float
         bound = "" if least is None else f" of at least {least}" if most == math.inf else f" from {least} to {most}"
         raise error(f"{what}={value!r} must be a finite number{bound}.")
     return number
+
+
+def skips(layer: str, name: str) -> bool:
+    """Whether ``name``, a full name, a part of one between dots, or either with shell wildcards, names ``layer``."""
+    return fnmatchcase(f".{layer}.", f"*.{name}.*")

@@ -9,6 +9,7 @@ layout         stored                     matrix
 =============  =========================  =====================================================
 ``linear``     ``(out, in)``              itself
 ``conv1d``     ``(in, out)``              its transpose (Hugging Face's Conv1D)
+``embedding``  ``(ids, features)``        itself
 ``conv2d``     ``(out, in, kh, kw)``      ``(out, kh · kw · in)``; the memory is channels-last
 ``experts``    ``(E, rows, in)``          ``(E · rows, in)``
 ``experts_t``  ``(E, in, rows)``          ``(E · rows, in)``; the memory is that of ``(E, rows, in)``
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from .pattern import ShapeError
 
-LAYOUTS = LINEAR, CONV1D, CONV2D, EXPERTS, EXPERTS_T = "linear", "conv1d", "conv2d", "experts", "experts_t"
-MATRICES = frozenset({LINEAR, CONV1D})
+LAYOUTS = LINEAR, CONV1D, EMBEDDING, CONV2D, EXPERTS, EXPERTS_T = "linear", "conv1d", "embedding", "conv2d", "experts", "experts_t"
+MATRICES = frozenset({LINEAR, CONV1D, EMBEDDING})
 """The layouts whose stored tensor is a matrix, with any strides."""
-REDUCED = {LINEAR: 1, CONV1D: 0, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 1}
+REDUCED = {LINEAR: 1, CONV1D: 0, EMBEDDING: 1, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 1}
 """The dimension of the stored tensor along which groups run."""
-ORDERS = {LINEAR: (0, 1), CONV1D: (1, 0), CONV2D: (0, 2, 3, 1), EXPERTS: (0, 1, 2), EXPERTS_T: (0, 2, 1)}
+ORDERS = {LINEAR: (0, 1), CONV1D: (1, 0), EMBEDDING: (0, 1), CONV2D: (0, 2, 3, 1), EXPERTS: (0, 1, 2), EXPERTS_T: (0, 2, 1)}
 """The dimensions of the stored tensor in the order of the matrix; in memory, ``MATRICES`` may have another order."""
-ROWS = {LINEAR: 1, CONV1D: 1, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 2}
+ROWS = {LINEAR: 1, CONV1D: 1, EMBEDDING: 1, CONV2D: 1, EXPERTS: 2, EXPERTS_T: 2}
 """How many of the leading ones are rows."""
 
 
@@ -50,7 +51,7 @@ def as_matrix(tensor: Tensor, layout: str) -> Tensor:
     Raises:
         ShapeError: the memory is not in the order of ``layout``, so that the matrix would be a copy.
     """
-    if layout == LINEAR:
+    if layout in (LINEAR, EMBEDDING):
         return tensor
     if layout == CONV1D:
         return tensor.t()
@@ -66,7 +67,7 @@ def as_matrix(tensor: Tensor, layout: str) -> Tensor:
 
 def as_stored(matrix: Tensor, layout: str, shape: Sequence[int]) -> Tensor:
     """The inverse of ``as_matrix``: ``matrix`` ``(rows, in)`` as a tensor of the stored ``shape``, sharing memory if it is contiguous."""
-    if layout == LINEAR:
+    if layout in (LINEAR, EMBEDDING):
         return matrix
     if layout == CONV1D:
         return matrix.t()

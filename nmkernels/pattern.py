@@ -89,9 +89,9 @@ class Pattern:
         """Bits per stored position: 2 for M <= 4, 4 for M <= 16, else 8."""
         return 2 if self.m <= 4 else 4 if self.m <= 16 else 8
 
-    def index_bytes(self, cols: int) -> int:
-        """Bytes of packed indices per row of ``cols`` elements (the last group may be partial)."""
-        return -(-self.kept(cols) * self.index_bits // 8)
+    def index_bytes(self, cols: int, integers: bool = False) -> int:
+        """Bytes of packed indices per row of ``cols`` elements (the last group may be partial); none for ``integers`` at 1:1."""
+        return 0 if integers and self.m == 1 else -(-self.kept(cols) * self.index_bits // 8)
 
     def groups(self, cols: int) -> int:
         """Groups per row of ``cols`` elements, including a partial last group."""

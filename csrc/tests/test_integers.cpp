@@ -67,7 +67,7 @@ void one_product(NM p, int dtype, int bits, int64_t tokens, int64_t rows, int64_
     nm::kernels().dequantize_values(weight, nm::kFloat32, floats.data(), 1);
     nm::kernels().decompress(floats.data(), indices.as<uint8_t>(), nm::kFloat32, rows, cols, p.n, p.m, dense.data(), 1);
     Buffer y(tokens * rows, size_of(dtype));
-    const nm::IntegersLinearCall call{x.data(), weight, indices.as<uint8_t>(), bias.data(), y.data(), cols, tokens, dtype, dtype};
+    const nm::IntegersLinearCall call{x.data(), weight, p.m == 1 ? nullptr : indices.as<uint8_t>(), bias.data(), y.data(), cols, tokens, dtype, dtype};
     CHECK(nm::kernels().linear_integers(call, p.n, p.m, 2)) << label(p, dtype, nm::isa());
     const double tolerance = dtype == nm::kFloat32 ? 2e-5 : dtype == nm::kBFloat16 ? 2e-2 : 3e-3;
     for (int64_t t = 0; t < tokens; ++t) {
@@ -86,7 +86,7 @@ void one_product(NM p, int dtype, int bits, int64_t tokens, int64_t rows, int64_
 
 TEST(products_of_integers) {
     each_isa([](const std::string&) {
-        for (NM p : {NM{2, 4}, NM{1, 4}, NM{1, 8}, NM{2, 8}, NM{4, 8}, NM{3, 5}}) {
+        for (NM p : {NM{1, 1}, NM{2, 4}, NM{1, 4}, NM{1, 8}, NM{2, 8}, NM{4, 8}, NM{3, 5}}) {
             for (int dtype : kDtypes) {
                 for (int bits : {8, 4}) {
                     for (int64_t tokens : {1, 2, 3, 7, 16}) {

@@ -118,7 +118,8 @@ def tasks_of(layer: Layer, rules: Rules, device: torch.device, names: Sequence[s
     if rules.values != "float":
         integers, step = raw.nm_quantize_values(values, BITS[rules.values], cols // rules.group if rules.group else 1)
         stored = values.shape[1]
-        calls["fprop sparse"] = lambda: raw.nm_linear_integers(x, integers, indices, step, n, m, cols)
+        packed = indices if m > 1 else indices[:, :0]  # dense integers have none
+        calls["fprop sparse"] = lambda: raw.nm_linear_integers(x, integers, packed, step, n, m, cols)
         calls["expand"] = lambda: raw.nm_decompress(raw.nm_dequantize_values(integers, step, stored, layer.dtype), indices, n, m, cols)
     calls["dgrad sparse"] = lambda: raw.nm_linear_dgrad(g, values, indices, n, m, cols)
     if rules.estimate is not None and "estimate" in wanted:

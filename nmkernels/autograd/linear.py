@@ -168,7 +168,8 @@ def _constant_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             values, indices, step = ctx.saved_tensors
             if step is not None:
                 values = nm_dequantize_values(values, step, ctx.pattern.kept(ctx.shape[1]), g.dtype)
-            dx = _by_choice("dgrad", g, values, indices, ctx.pattern, ctx.shape)
+            dense = step is not None and ctx.pattern.m == 1
+            dx = g.matmul(values) if dense else _by_choice("dgrad", g, values, indices, ctx.pattern, ctx.shape)
         if ctx.bias_dtype is not None and ctx.needs_input_grad[1]:
             db = g.reshape(-1, g.shape[-1]).sum(0).to(ctx.bias_dtype)
     return once(dx, g), once(db, g), *[None] * 6

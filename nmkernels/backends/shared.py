@@ -17,7 +17,8 @@ from . import streams
 
 FLOAT64 = False, "it computes in float32, and this call is in float64"
 ORDERED = False, "it reads canonical indices, and these are metadata in the order of a tensor core"
-"""What a backend answers that has no float64, and one that knows no device layout."""
+DENSE = False, "it multiplies N:M weights, and this one has no zeros"
+"""What a backend answers that has no float64, one that knows no device layout, and one that has no kernel for dense integers."""
 
 
 def tensors(args: Iterable[Any]) -> Iterator[Tensor]:

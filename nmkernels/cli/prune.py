@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transposable", action="store_true", help="masks that are N:M for W and its transpose")
     parser.add_argument("--values", choices=sorted(BITS), help="round the kept weights to integers of 8 or 4 bits")
     parser.add_argument("--group", type=int, metavar="COLUMNS", help="that share a step; default 128 for int4, a row for int8")
+    text = "integers for embeddings, output heads and linear layers that stay dense"
+    parser.add_argument("--dense-values", choices=sorted(BITS), help=text)
     parser.add_argument("--permute", action="store_true", help="first reorder hidden channels where that does not change the model")
     parser.add_argument("--plot", action="store_true", help="draw the errors by layer, as error.png in DIR and its model card")
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             done = folder.prune_folder(
                 args.model, pattern, batches, args.out, skip=args.skip, method=method, device=device,
                 dtype=None if args.dtype is None else getattr(torch, args.dtype), sequential=not args.no_sequential, permute=args.permute,
-                values=args.values, group=args.group, held_out=held_out,
+                values=args.values, group=args.group, dense_values=args.dense_values, held_out=held_out,
                 trust_remote_code=args.trust_remote_code, plot=args.plot, progress=step,
             )  # fmt: skip
     except (NMError, KeyboardInterrupt) as stop:

@@ -13,7 +13,7 @@ CARD = "README.md"
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
-Weights of this model are {{patterns}} sparse and stored compressed by nmkernels{{rounded}}. Where that is installed
+Weights of this model are {{patterns}}stored compressed by nmkernels{{rounded}}. Where that is installed
 (`pip install nmkernels`) every program opens the model that uses transformers. Elsewhere transformers does not know the format: it
 refuses the file, or, with `ignore_mismatched_sizes=True`, begins with random weights.
 
@@ -25,9 +25,19 @@ model = {{kind}}.from_pretrained("{{folder}}"{{options}})
 """
 
 
+def is_dense(about: Any) -> bool:
+    """Whether an entry of a table of ``save_compressed`` is of a dense layer with integers."""
+    return isinstance(about, dict) and about.get("pattern") == "1:1" and "values" in about
+
+
+def first_of(layers: Mapping[str, Any]) -> str:
+    """The layer under whose dense weight's name a folder with such a table has an empty tensor: the first sparse one, if there are any."""
+    return min(layers, key=lambda name: (is_dense(layers[name]), name))
+
+
 def patterns_of(layers: Mapping[str, Any]) -> list[str]:
-    """The patterns in a table of ``save_compressed``."""
-    return sorted({str(about.get("pattern")) for about in layers.values() if isinstance(about, dict)})
+    """The patterns in a table of ``save_compressed``, without those of dense integers."""
+    return sorted({str(about.get("pattern")) for about in layers.values() if isinstance(about, dict) and not is_dense(about)})
 
 
 def integers_of(layers: Mapping[str, Any]) -> list[str]:
@@ -36,14 +46,15 @@ def integers_of(layers: Mapping[str, Any]) -> list[str]:
     return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(kinds)]
 
 
-def format_version(integers: bool) -> int:
+def format_version(integers: bool, dense: bool = False) -> int:
     """The format version of a folder: the first with its names, which never changed in folders."""
-    return 5 if integers else 4
+    return 7 if dense else 5 if integers else 4
 
 
 def config_entry(layers: dict[str, Any]) -> dict[str, Any]:
     """``quantization_config`` of a compressed model."""
-    return {"quant_method": METHOD, "version": format_version(bool(integers_of(layers))), "layers": copy.deepcopy(layers)}
+    version = format_version(bool(integers_of(layers)), any(map(is_dense, layers.values())))
+    return {"quant_method": METHOD, "version": version, "layers": copy.deepcopy(layers)}
 
 
 def own_class(auto_map: Any, name: Any) -> tuple[str, str]:
@@ -69,8 +80,9 @@ def write_card(folder: Any, model: Any, layers: Mapping[str, Any]) -> None:
     integers = integers_of(layers)
     rounded = f", with values in {'; '.join(integers)}" if integers else ""
     kind, options = opened_by(model)
-    patterns = ", ".join(patterns_of(layers))
-    section = SECTION.format(patterns=patterns, rounded=rounded, kind=kind, folder=path.parent.name, options=options)
+    patterns = patterns_of(layers)
+    sparse = f"{', '.join(patterns)} sparse and " if patterns else ""
+    section = SECTION.format(patterns=sparse, rounded=rounded, kind=kind, folder=path.parent.name, options=options)
     if not path.exists():
         data = ModelCardData(library_name="transformers", tags=[METHOD])
         path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")

@@ -93,4 +93,5 @@ def carry_over(source: Path, folder: Path, replaced: Set[str]) -> list[str]:
 
 def parts_of(weight: Any) -> dict[str, Tensor]:
     """The tensors of a compressed weight, or of a layer that has one, by the ends of their names."""
-    return {part: t for part in ("values", "indices", "step") if (t := getattr(weight, part, None)) is not None}
+    parts = {part: t for part in ("values", "indices", "step") if (t := getattr(weight, part, None)) is not None}
+    return parts if parts["indices"].shape[-1] else {part: parts[part] for part in ("values", "step")}  # dense integers have no indices

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gemm.problem import plain
-from ..layouts import CONV1D, CONV2D, EXPERTS, EXPERTS_T, LINEAR, MATRICES, ORDERS, REDUCED, matrix_shape
+from ..layouts import CONV1D, CONV2D, EMBEDDING, EXPERTS, EXPERTS_T, LINEAR, MATRICES, ORDERS, REDUCED, matrix_shape
 from ..nn.adapter import ADAPTER
 from ..nn.classes import class_of, computed_by
 from ..nn.compress import compressed_like
@@ -30,7 +30,7 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""
 BUFFERS = ("values", "indices", "step", "columns")
-"""The buffers of a compressed layer. Each has the first two; a stack of experts has no others."""
+"""The buffers of a compressed layer. Each has the first two, but dense integers have no indices; a stack of experts has no others."""
 DTYPES = {plain(dtype) for dtype in FLOATS}
 STACKS = (EXPERTS, EXPERTS_T)  # a tuple, because values from an untrusted file may not be hashable
 
@@ -89,10 +89,18 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
             _check_contents(layer, parts[name])
     _refuse(contents.path, problems)
     # first what may run out of memory; copies, because nothing may stay part of the mapped file
+    shared: dict[int, dict[str, Tensor]] = {}
     for (dense, key), (name, layer) in layers.items():
         weight, layer_state = dense._parameters[key], layer.state_dict()
         device = "cpu" if weight.is_meta else weight.device
-        moved = {part: spread(layer_state[part], tensor).to(device, copy=True) for part, tensor in parts[name].items()}
+        present = shared.setdefault(id(layer.values), {})  # layers that share a weight share its integers
+        moved = {
+            part: present[part] if part in present else spread(layer_state[part], tensor).to(device, copy=True)
+            for part, tensor in parts[name].items()
+        }
+        present |= {part: moved[part] for part in ("values", "step") if part in moved}
+        if "indices" not in moved:
+            layer.indices = torch.empty_like(layer.indices, device=device)
         layer.load_state_dict(moved, strict=False, assign=True)
     dense_tensors = parts.get("", {})
     present = {name: value for name, value, layer in expected.values() if not layer}
@@ -119,12 +127,13 @@ def announce(
     """
     layers: dict[tuple[Any, str], tuple[str, CompressedLinear | CompressedStack]] = {}
     problems: list[str] = []
+    shared: dict[tuple[int, str], Compressed] = {}
     for name, about in table.items():
         home, key = home_of(name, about)
         dense = modules.get(home)
         with _of_layer(name, problems):
             if (dense, key) not in layers:
-                layers[dense, key] = name, _announced(name, key, about, dense, keep_dense, cast)
+                layers[dense, key] = name, _announced(name, key, about, dense, keep_dense, cast, shared)
             elif about != table[layers[dense, key][0]]:
                 raise _Unfit(f"in the model it is also {layers[dense, key][0]!r}, for which the file has another entry")
     _refuse(where, problems)
@@ -178,8 +187,11 @@ def home_of(name: str, about: Any) -> tuple[str, str]:
     return home, key
 
 
-def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, cast: bool) -> CompressedLinear | CompressedStack:
-    """The layer for one entry; if tensor parallelism has split the dense weight, this rank's part."""
+def _announced(
+    name: str, key: str, about: Any, dense: Any, keep_dense: bool, cast: bool, shared: dict[tuple[int, str], Compressed]
+) -> CompressedLinear | CompressedStack:
+    """The layer for one entry; if tensor parallelism has split the dense weight, this rank's part. ``shared``: the forms of dense integers,
+    by dense weight and entry, since an embedding and an output head that share a weight share them."""
     pattern, layout, dtype, shape, kernel = _entry(about)
     bits, steps = _integers(about, pattern, layout, shape[-1])
     weight = _weight_of(dense, key, name, layout, shape, kernel)
@@ -191,8 +203,10 @@ def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, ca
         raise _Unfit(f"its entry in the metadata is damaged: rank {quote(rank)} and columns {quote(columns)}")
     if layout == CONV2D and shape[1] // math.prod(kernel) % pattern.m:
         raise _Unfit(f"{pattern.m} does not divide its input channels")
-    if layout not in MATRICES and (rank is not None or columns):
-        raise _Unfit("convolutions and experts have no adapter and no reordered inputs")
+    if layout not in MATRICES - {EMBEDDING} and (rank is not None or columns):
+        raise _Unfit("convolutions, embeddings and experts have no adapter and no reordered inputs")
+    if layout == EMBEDDING and (not bits or pattern.m > 1 or is_sharded(weight)):
+        raise _Unfit("the rows of an embedding are dense integers, 1:1, and are not split by tensor parallelism")
     if is_sharded(weight):
         _check_split(layout, weight, pattern, bits, steps, rank is not None, columns)
     rows, cols = matrix_shape(local(weight).shape, layout)
@@ -205,7 +219,9 @@ def _announced(name: str, key: str, about: Any, dense: Any, keep_dense: bool, ca
     if bits:
         values = empty(rows, stored, dtype=torch.int8) if bits == 8 else empty(rows, -(-stored // 2), dtype=torch.uint8)
         step = empty(rows, max(1, steps * cols // shape[-1]), dtype=torch.bfloat16)
-    packed = Compressed(values, empty(rows, pattern.index_bytes(cols), dtype=torch.uint8), pattern, (rows, cols), step)
+    packed = Compressed(values, empty(rows, pattern.index_bytes(cols, bits != 0), dtype=torch.uint8), pattern, (rows, cols), step)
+    if bits and pattern.m == 1:
+        packed = shared.setdefault((id(weight), f"{values.dtype} {steps}"), packed)
     if layout in STACKS:
         return CompressedStack(packed, shape[0], layout, keep_dense)
     layer = compressed_like(dense, packed, layout, keep_dense, None if rank is None else (empty(cols, rank), empty(rank, rows)))
@@ -228,6 +244,7 @@ def check_filled(name: str, layer: CompressedLinear | CompressedStack, elsewhere
 def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[str, Any]) -> None:
     pattern, cols = layer.pattern, layer.whole_shape[1] if isinstance(layer, CompressedLinear) else layer.in_features
     values, indices, step, columns = (tensors.get(part) for part in BUFFERS)
+    indices = layer.indices if indices is None else indices
     assert values is not None and indices is not None
     if step is not None:
         if values.dtype not in STORED or step.dtype != torch.bfloat16 or indices.dtype != torch.uint8:
@@ -239,7 +256,8 @@ def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[
             raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
     elif not values.is_floating_point() or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
-    _check_indices(indices, pattern, cols)
+    if indices.shape[-1]:
+        _check_indices(indices, pattern, cols)
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
 
@@ -282,6 +300,7 @@ def _weight_of(module: Any, key: str, name: str, layout: str, shape: tuple[int, 
         raise _Unfit("the model itself is one layer, which cannot be swapped in place; put it in an nn.Sequential")
     kinds = {
         LINEAR: isinstance(module, nn.Linear),
+        EMBEDDING: isinstance(module, nn.Embedding) and class_of(module) is nn.Embedding and module.max_norm is None,
         CONV1D: is_conv1d(module),
         CONV2D: class_of(module) is nn.Conv2d and module.groups == 1,
         stacks_of(module).get(key, ""): True,
@@ -289,7 +308,8 @@ def _weight_of(module: Any, key: str, name: str, layout: str, shape: tuple[int, 
     if not kinds.get(layout):
         kind = next((word for word, fits in kinds.items() if fits and word), type(module).__name__)
         what = f"stack of experts (layout {layout})" if layout in STACKS else f"{layout} layer"
-        raise _Unfit(f"the file holds a {what}, the model a {kind}")
+        held, present = (f"{'an' if word[0] in 'aeiou' else 'a'} {word}" for word in (what, kind))
+        raise _Unfit(f"the file holds {held}, the model {present}")
     reason = computed_by(module, key) or computed_by(module, "bias")
     if reason:
         raise _Unfit(reason)
@@ -319,7 +339,7 @@ def _check_split(layout: str, weight: Any, pattern: Pattern, bits: int, steps: i
     if columns:
         raise _Unfit("it reorders its inputs, which tensor parallelism has split; load into a plain model")
     cut = f"groups of {cols // steps} columns" if steps > 1 and steps % ways else ""
-    if cols % (ways * pattern.m) or pattern.kept(cols // ways) * pattern.index_bits % 8:
+    if cols % (ways * pattern.m) or (pattern.kept(cols // ways) * pattern.index_bits % 8 and not (bits and pattern.m == 1)):
         cut = cut or f"bytes of packed {pattern} indices"
     elif bits == 4 and pattern.kept(cols // ways) % 2:
         cut = cut or "bytes of two integers"

@@ -7,7 +7,8 @@ version 5, ``save_compressed`` wrote ``fqn.weight.values`` and ``fqn.name.values
 
 Values that are integers have steps in ``fqn.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
 integer · step. Values are then int8 ``(out, kept)``, or for 4 bits uint8 ``(out, ⌈kept / 2⌉)``, two's complement, the earlier integer in
-the low half of a byte, each row starting on a byte, a spare half 0. ``compress_`` never makes -128, which converted files may have.
+the low half of a byte, each row starting on a byte, a spare half 0. ``compress_`` never makes -128, which converted files may have. Dense
+integers, whose pattern is 1:1, have no ``fqn.indices``; an embedding has the layout "embedding" and the shape ``(ids, features)``.
 
 The metadata has ``format`` "nmkernels", ``version``, ``layers`` (per layer: pattern, shape ``(out, in)`` or ``(E, out, in)``, dtype,
 layout, the ``rank`` of an adapter, ``columns`` true if inputs are reordered, the ``kernel`` ``[kh, kw]`` of a convolution, whose ``in``
@@ -29,22 +30,24 @@ from .. import ops
 from ..layouts import CONV1D, CONV2D, MATRICES, REDUCED, as_matrix, as_stored
 from ..nn.adapter import ADAPTER, adapter_of, folded
 from ..nn.compressed import CompressedLinear
+from ..nn.dense import has_dense_integers
 from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
 from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole
+from .card import is_dense
 from .plan import BUFFERS, home_of, load
 from .tensors import Contents, Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
 """The ``format`` in files of ``save_pretrained``, which transformers sets; the other entries are the same."""
-VERSION = 6
-"""The version of ``save_compressed``, and the newest that can be read. Files of ``save_pretrained``, whose names never changed, have the
-oldest that suffices: 5 if values are integers, 4 if a weight is not a matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else
-1."""
+VERSION = 7
+"""The newest version that can be read, and that of ``save_compressed`` if dense weights are integers; else it writes the one before. Files
+of ``save_pretrained``, whose names never changed, have the oldest that suffices: 7 if dense weights are integers, 5 if values are integers,
+4 if a weight is not a matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -92,7 +95,9 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         tensors |= {f"{name}.values": packed[layer].values, f"{name}.indices": packed[layer].indices}
         if layer.columns is not None:
             tensors[f"{name}.columns"] = layer.columns.to(torch.int32)
-    about = {"format": FORMAT, "version": str(VERSION), "layers": json.dumps(table(layers))}
+    entries = table(layers)
+    version = VERSION if any(map(is_dense, entries.values())) else VERSION - 1
+    about = {"format": FORMAT, "version": str(version), "layers": json.dumps(entries)}
     gatherer.write(path, tensors, about, lambda aliases: {"aliases": json.dumps(aliases)})
 
 
@@ -160,7 +165,8 @@ class Gatherer:
         state = {name: whole(part) for name, part in layer.state_dict().items() if name in ("values", "indices", "step")}
         if not self.first:
             return torch.empty(layer.whole_shape, dtype=layer.dtype, device="meta")
-        weight = ops.Compressed(state["values"], state["indices"], layer.pattern, layer.whole_shape, state.get("step"))
+        indices = state.get("indices", state["values"].new_empty(layer.whole_shape[0], 0, dtype=torch.uint8))  # dense integers have none
+        weight = ops.Compressed(state["values"], indices, layer.pattern, layer.whole_shape, state.get("step"))
         dense, order = weight.to("cpu").dense(layer.dtype), layer.order
         return dense if order is None else dense.index_select(1, order.cpu().long().argsort())
 
@@ -221,7 +227,7 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
 def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The metadata of a file of ``save_pretrained`` with the table ``about``."""
     version = max(
-        5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
+        7 if is_dense(a) else 5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
         for a in about.values()
     )
     return {"version": str(version), "layers": json.dumps(about)}
@@ -257,7 +263,14 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     reshard(model)
     sparse, gatherer = sparse_layers(model), Gatherer(model)
     gatherer.raise_together(_not_nm("save_dense", sparse))
-    weights = {layer: _dense_weight(layer, gatherer) for layer in dict.fromkeys(sparse.values())}
+    made: dict[object, Tensor] = {}
+    weights: dict[Layer, Tensor] = {}
+    for layer in dict.fromkeys(sparse.values()):
+        tied = has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel()  # type: ignore[operator]
+        memory: object = place(layer.values) if tied else layer  # type: ignore[arg-type, operator]
+        if memory not in made:
+            made[memory] = _dense_weight(layer, gatherer)
+        weights[layer] = made[memory]
     tensors, patterns = plain_state(model), {}
     for name, layer in sparse.items():
         adapted = adapter_of(layer) is not None
@@ -265,7 +278,7 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
         for part in (*(() if isinstance(layer, NMWeight) else BUFFERS), *(ADAPTER if adapted else ())):
             tensors.pop(f"{home}.{part}".removeprefix("."), None)
         tensors[weight_name(name, layer)] = weights[layer]  # one tensor for a layer with two names
-        if not adapted:
+        if not (adapted or has_dense_integers(layer)):
             patterns[name] = str(layer.pattern)
     # safetensors' convention for tied weights: metadata entries, dropped name -> stored name
     gatherer.write(path, tensors, {"format": "pt", "nm": json.dumps(patterns)}, lambda aliases: aliases)
@@ -347,6 +360,8 @@ def opened(path: str | os.PathLike[str]) -> tuple[Contents, dict[str, Any]]:
         for part in BUFFERS:
             if f"{old}.{part}" in contents.tensors and f"{new}.{part}" not in contents.tensors:
                 contents.tensors[f"{new}.{part}"] = contents.tensors.pop(f"{old}.{part}")
+        if is_dense(entry):  # up to version 6 they had indices, all 0
+            contents.tensors.pop(f"{new}.indices", None)
         for empty in (name, f"{name}.weight") if hugging_face else ():
             if empty in stored and not stored[empty].numel():
                 contents.tensors.pop(empty, None)  # makes loading without nmkernels fail

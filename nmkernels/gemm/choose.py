@@ -192,7 +192,7 @@ def _has_kernel(p: Problem) -> bool:
     bits, stored = BITS[p.values], pattern.kept(p.cols)
     x = torch.empty(p.tokens, p.cols, dtype=p.dtype, device=p.device)
     values = x.new_empty(p.rows, stored if bits == 8 else -(-stored // 2), dtype=torch.int8 if bits == 8 else torch.uint8)
-    indices = x.new_empty(p.rows, pattern.index_bytes(p.cols), dtype=torch.uint8)
+    indices = x.new_empty(p.rows, pattern.index_bytes(p.cols, True), dtype=torch.uint8)
     step = x.new_empty(p.rows, steps, dtype=torch.bfloat16)
     return dispatched("nm_linear_integers", *arguments(p, "rows", (values, indices, step), x)).backend != REFERENCE
 
@@ -208,8 +208,11 @@ def unmeasured(*problems: Problem) -> str:
 
 
 def estimable(p: Problem) -> bool:
-    """Whether estimates apply: only to compiled kernels, which do not support float64."""
-    if p.dtype == torch.float64 or p.device.type not in ("cpu", "cuda"):
+    """Whether estimates apply: only to compiled kernels, which do not support float64, and on a CPU to sparse weights.
+
+    A CPU's op decodes dense integers for torch's GEMM itself, where that is faster.
+    """
+    if p.dtype == torch.float64 or p.device.type not in ("cpu", "cuda") or (p.integers and p.m == 1 and p.device.type == "cpu"):
         return False
     return p.device.type != "cpu" or compiled_core().ok
 

@@ -159,9 +159,10 @@ def expand(method: Method, p: Problem, other: Tensor, packed: Packed, bias: Tens
         values = CALLS["nm_dequantize_values"](values, *step, stored, dtype, out=room)
     else:
         values = values.to(dtype)
-    w = CALLS["nm_decompress"](
-        values, indices, p.n, p.m, cols, out=None if fresh else _scratch.like(values, (values.shape[0], cols), dtype)
-    )
+    w = values  # of integers without zeros and indices
+    if not step or p.m > 1:
+        out = None if fresh else _scratch.like(values, (values.shape[0], cols), dtype)
+        w = CALLS["nm_decompress"](values, indices, p.n, p.m, cols, out=out)
     b = None if bias is None else bias.to(dtype)
     return _dense(p, other.to(dtype), w if method.form == "rows" else w.t(), b).to(other.dtype)
 

@@ -77,7 +77,8 @@ def stored_as(p: Problem) -> str:
 def packed_bytes(pattern: Pattern, dtype: torch.dtype, values: str = "float", group: int = 0) -> float:
     """Bytes of the compressed form per element of the dense one, with the step of each group; that of a row does not count."""
     bits = BITS[values] if values in BITS else 8 * dtype.itemsize
-    return pattern.density * (bits + pattern.index_bits) / 8 + (2 / group if group else 0.0)
+    index_bits = 0 if values in BITS and pattern.m == 1 else pattern.index_bits
+    return pattern.density * (bits + index_bits) / 8 + (2 / group if group else 0.0)
 
 
 def plain(dtype: torch.dtype) -> str:

@@ -7,8 +7,9 @@ installed. Nobody needs to: ``sparsify_``, ``compress_`` and ``load_compressed``
 A folder holds::
 
     config.json         quantization_config: quant_method "nmkernels", version, and layers, the table of nm.save_compressed's files
-    model.safetensors   fqn.values, fqn.indices; fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter; fqn.columns if inputs are
-                        reordered; every other tensor as in the dense model; shards and an index if it is large; the same table as metadata
+    model.safetensors   fqn.values; fqn.indices, but of dense integers; fqn.step of integers; fqn.nm_left and fqn.nm_right of an adapter;
+                        fqn.columns if inputs are reordered; every other tensor as in the dense model; shards and an index if it is
+                        large; the same table as metadata
     README.md           a model card that says how to load it
 
 Where nmkernels is not installed transformers would initialise the compressed layers randomly and only log a warning. Therefore the file
@@ -24,7 +25,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,13 +40,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .. import integrations, ops
-from ..export.card import METHOD, config_entry, format_version, integers_of, patterns_of, write_card
+from ..export.card import METHOD, config_entry, first_of, format_version, integers_of, is_dense, patterns_of, write_card
 from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
-from ..export.tensors import Layer, sparse_layers, weight_name
+from ..export.tensors import Layer, place, sparse_layers, weight_name
 from ..layouts import MATRICES, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
+from ..nn.dense import dense_layout
 from ..nn.experts import CompressedStack, child_name, compress_stacks_, compressed_stack
 from ..nn.swap import after_swap, post_swap_hooks, replace_each_
 from ..nn.weight import NMWeight
@@ -143,6 +145,7 @@ class NMQuantizer(HfQuantizer):
         super().__init__(copy.deepcopy(quantization_config), **keywords)
         self.report: Report | None = None
         self._layers: dict[str, Any] = {}
+        self._tied: dict[CompressedLinear, CompressedLinear] = {}
         self._chosen: dict[str, LayerCandidate] = {}
         self._conversions: list[Any] = []
         self._dtype: torch.dtype | None = None
@@ -155,7 +158,7 @@ class NMQuantizer(HfQuantizer):
         pattern, patterns, rounded = config.pattern, patterns_of(config.layers), integers_of(config.layers)
         if not self.pre_quantized and pattern is None:
             raise PatternError('NMConfig: the checkpoint is dense; pass the pattern to prune it to, NMConfig("2:4").')
-        if self.pre_quantized and pattern is not None and patterns != [pattern]:
+        if self.pre_quantized and pattern is not None and patterns not in ([], [pattern]):
             raise PatternError(
                 f"NMConfig({pattern!r}): the checkpoint is already compressed, as {', '.join(patterns)}. Leave the pattern out, or prune "
                 "the checkpoint of the dense model."
@@ -170,7 +173,7 @@ class NMQuantizer(HfQuantizer):
     def _agrees(self, about: Any) -> bool:
         """Whether a layer of the checkpoint has the values and group of the config that was passed; only linear layers have integers."""
         config = self.quantization_config
-        if not isinstance(about, dict) or about.get("layout") not in MATRICES:
+        if not isinstance(about, dict) or about.get("layout") not in MATRICES or is_dense(about):
             return True
         group, shape = about.get("group"), about.get("shape")
         same = [0, *(shape[1:] if isinstance(shape, list) else ())] if group == 0 else [group]
@@ -217,11 +220,23 @@ class NMQuantizer(HfQuantizer):
         if not table:
             some = next(iter(layers), "none at all")
             raise CheckpointError(f"{type(model).__name__} has none of the compressed layers that config.json names ({some}, ...).")
+        for pair in model.all_tied_weights_keys.items():  # transformers ties after loading
+            names = [key.removesuffix(".weight") for key in pair]
+            about = next((table[name] for name in names if is_dense(table.get(name))), None)
+            one, other = (modules.get(name) for name in names)
+            if about is not None and one is not None and other is not None and dense_layout(one) and dense_layout(other):
+                one._parameters["weight"] = other._parameters["weight"]
+                for name in names:  # the saved model may have had no head
+                    table.setdefault(name, {**about, "layout": dense_layout(modules[name])})
         for (dense, _), (name, layer) in announce("config.json", modules, table, self.quantization_config.keep_dense).items():
             self._put(model, name, dense, layer)
             self._layers[name] = layer
+        hand_over_ties_(model)
+        self._tied = sharing(model, self._layers)
+        for layer in self._tied:
+            layer._non_persistent_buffers_set |= {*SHARED}  # so that they are not missed in the file
         # the empty tensor in place of the first layer's dense weight
-        key = re.escape(min(layers).removeprefix(f"{prefix}."))
+        key = re.escape(first_of(layers).removeprefix(f"{prefix}."))
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"(^|\.){key}(\.weight)?$"}
 
     def _put(self, model: Any, name: str, dense: nn.Module, layer: Any) -> None:
@@ -305,12 +320,16 @@ class NMQuantizer(HfQuantizer):
         return rest
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
+        for layer, first in self._tied.items():
+            layer._non_persistent_buffers_set -= {*SHARED}
+            for part in (*SHARED, "indices"):
+                setattr(layer, part, getattr(first, part))
         for name, layer in self._layers.items():
-            check_filled(name, layer, *_filled(layer, self.pre_quantized))
+            check_filled(name, layer, *_filled(layer, self.pre_quantized and layer not in self._tied))
         # save_pretrained must not write the names of save_compressed
         model._weight_conversions = [c for c in model._weight_conversions if c not in self._conversions]
         model.__dict__.pop("_keys_to_ignore_on_load_unexpected", None)
-        self._layers, self._chosen, self._conversions = {}, {}, []
+        self._layers, self._tied, self._chosen, self._conversions = {}, {}, {}, []
         after_swap(model)
         return model
 
@@ -327,8 +346,12 @@ class NMQuantizer(HfQuantizer):
             )
         self.quantization_config.layers = about = table(layers)
         model.config.quantization_config = self.quantization_config
-        state = model.state_dict()
-        state[weight_name(min(layers), layers[min(layers)])] = torch.empty(0)
+        state, first = model.state_dict(), first_of(about)
+        shared = sharing(model, layers)
+        for name, layer in layers.items():
+            for part in SHARED if layer in shared else ():
+                state.pop(f"{name}.{part}", None)
+        state[weight_name(first, layers[first])] = torch.empty(0)
         return state, described(about)
 
     # ---- back to dense
@@ -349,6 +372,41 @@ def compressed_layers(model: nn.Module) -> dict[str, Layer]:
     return {name: layer for name, layer in sparse_layers(model).items() if not isinstance(layer, NMWeight)}
 
 
+SHARED = ("values", "step")
+"""The buffers that an embedding and an output head share if their weights were tied and became integers."""
+
+
+def sharing(model: Any, layers: Mapping[str, Layer]) -> dict[CompressedLinear, CompressedLinear]:
+    """Those of ``layers`` that share the integers of another one → that one, whose name files have: the source of transformers' tie."""
+    _, targets = model.__dict__.get(KEPT, (None, {}))
+    names, first = sorted(layers, key=lambda name: f"{name}.weight" in targets), dict[object, CompressedLinear]()
+    single = dict.fromkeys(layer for name in names if isinstance(layer := layers[name], CompressedLinear))
+    return {layer: one for layer in single if (one := first.setdefault(_memory(layer.values), layer)) is not layer}
+
+
+def _memory(values: Tensor) -> object:
+    """A key that is equal for two tensors that are the same memory."""
+    return id(values) if values.is_meta or not values.numel() else place(values)
+
+
+def hand_over_ties_(part: Any) -> None:
+    """Leave out of what transformers ties the weights of layers with integers, which share them already; put back those of layers that are
+    dense again."""
+    if KEPT in part.__dict__:
+        part._tied_weights_keys, part.all_tied_weights_keys = part.__dict__.pop(KEPT)
+    pairs = getattr(part, "all_tied_weights_keys", None) or {}
+    modules = dict(part.named_modules(remove_duplicate=False)) if pairs else {}
+    ours = {key for pair in pairs.items() for key in pair if isinstance(modules.get(key.removesuffix(".weight")), CompressedLinear)}
+    if ours:
+        part.__dict__[KEPT] = part._tied_weights_keys, pairs
+        part._tied_weights_keys = {target: source for target, source in pairs.items() if not {target, source} & ours}
+        part.all_tied_weights_keys = dict(part._tied_weights_keys)
+
+
+KEPT = "_nm_tied_weights_keys"
+"""The attribute of a model in which its ties are kept as they were."""
+
+
 def mark_(model: nn.Module) -> None:
     """Set or remove the quantizer of every Hugging Face model in ``model``, so that ``save_pretrained`` writes compressed layers.
 
@@ -358,6 +416,7 @@ def mark_(model: nn.Module) -> None:
         if not isinstance(part, PreTrainedModel):
             continue
         layers, present = compressed_layers(part), getattr(part, "hf_quantizer", None)
+        hand_over_ties_(part)
         if present is not None and not isinstance(present, NMQuantizer):
             if layers:
                 warnings.warn(

@@ -54,6 +54,7 @@ from ..layouts import CONV1D, MATRICES
 from ..nn.adapter import adapter_of, set_adapter
 from ..nn.compressed import CompressedLinear, CompressedPart
 from ..nn.conv import CompressedConv2d
+from ..nn.dense import CompressedEmbedding
 from ..nn.experts import CompressedStack, layer_name
 from ..nn.linear import SparseLinear
 from ..nn.swap import SparseConv1D
@@ -90,6 +91,8 @@ NO_MERGE = (
     "nm.integrations.peft.absorb(model) makes a LoRA adapter the layer's own; or merge it into the model with floating-point weights, then "
     "nm.compress_(model, values={0!r})."
 )
+
+CONSTANT = "an embedding of integers, which are constants. To train it, compress_ the model without naming it or a tied head in dense=."
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -694,8 +697,13 @@ def check_injection(call: dict[str, Any]) -> None:
                 "already transformed. Name linear layers only: target_modules=nm.integrations.peft.targets(model). Experts with N:M "
                 "weights do not support LoRA."
             )
+    embedding = next((name for name, layer in layers.items() if isinstance(layer, CompressedEmbedding)), None)
+    if embedding is not None and getattr(config, "trainable_token_indices", None):
+        raise OptionError(f"trainable_token_indices would train rows of {embedding!r}, {CONSTANT}")
     for wanted in getattr(config, "modules_to_save", None) or ():
         hit = next((name for name in layers if re.match(rf"(^|.*\.){re.escape(wanted)}($|\..*)", name)), None)
+        if hit is not None and isinstance(layers[hit], CompressedEmbedding):
+            raise OptionError(f"modules_to_save={wanted!r} includes {hit!r}, {CONSTANT}")
         if hit is not None:
             raise OptionError(
                 f"modules_to_save={wanted!r} includes {hit!r}, a {type(layers[hit]).__name__}: the copy that peft trains would become "

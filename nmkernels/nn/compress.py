@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 
 from .. import ops
 from ..arguments import whole_number
-from ..layouts import CONV1D, CONV2D, MATRICES, as_stored
+from ..layouts import CONV1D, CONV2D, EMBEDDING, MATRICES, as_matrix, as_stored
 from ..ops.compress import group_of
 from ..ops.integers import BITS
 from ..pattern import OptionError, RecipeError, ShapeError
@@ -22,6 +22,7 @@ from .chains import channel_parameters, find_chains, reorder_
 from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
+from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -47,7 +48,13 @@ FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
 
 
 def compress_(
-    model: nn.Module, keep_dense: bool = False, values: str | None = None, group: int | None = None, *, data: Iterable[Any] | None = None
+    model: nn.Module,
+    keep_dense: bool = False,
+    values: str | None = None,
+    group: int | None = None,
+    *,
+    data: Iterable[Any] | None = None,
+    dense: Sequence[str] = (),
 ) -> nn.Module:
     """Replace every finished sparse layer of ``model`` by a CompressedLinear or CompressedConv2d, in place, and return the model; experts
     modules become CompressedExperts.
@@ -67,6 +74,11 @@ def compress_(
     already. In 4 bits that loses far less. A layer that ``prune_(..., values=...)`` has made, and nothing changed since, is rounded so
     without data.
 
+    With ``dense`` the weights of the layers that it names become integers too, without zeros, to the nearest. An ``nn.Embedding`` then
+    decodes only rows that it returns; an embedding and an output head that share a weight share its integers. Layers that are compressed
+    already stay as they are, so that a second call may give these layers other values than the first one gave the sparse layers.
+    ``prune_`` and ``sparsify_`` leave embeddings and output heads dense; in a small model those hold most bytes.
+
     Bits per dense weight: 2:4 has 9 in 16-bit floats, 5 in int8, and 3.125 in int4 in groups of 128 (1:4: 2.5 and 1.625; 1:8: 1.5 and
     1.125). Dense int4 has 4.125, so 2:4 in int4 is 25 % smaller than dense int4, and 2:4 in int8 is larger than it.
 
@@ -78,11 +90,14 @@ def compress_(
         group: dense columns that share a step; 0: all of a row. Default: 0 for ``"int8"``; for ``"int4"`` the first of 128, 64, 32 that
             fits, else 0.
         data: with integers: batches as for ``prune_``, 8 tokens per input feature or more; under ``torch.distributed`` each rank's share.
+        dense: dense ``nn.Linear`` and ``nn.Embedding`` layers to round too: full names, parts of names between dots, or either with shell
+            wildcards (``*``, ``?``).
 
     Raises:
         RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, has other integers already, or has NaN
-            or infinite values to round; or the model has no sparse layer; or it cannot run on ``data``.
-        OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
+            or infinite values to round; or the model has no sparse layer, or cannot run on ``data``; or ``dense`` names no dense layer, or
+            one that cannot be rounded.
+        OptionError: ``values`` is unknown or missing, or ``group`` does not fit a layer.
         ShapeError: a rank's part does not have whole bytes of indices or integers.
 
     Example:
@@ -93,13 +108,16 @@ def compress_(
         >>> type(compress_(model)[0]).__name__
         'CompressedLinear'
     """
+    chosen = dense_layers("compress_", model, dense, values, group)
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
     if values is None and group is None:
         rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
     else:
         rounds = rounded_layers("compress_", model, None if values == "float" else values, group)
+    if chosen:
+        rounds = {name: one for name, one in rounds.items() if isinstance(one, NMWeight)}
     forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
-    if not (layers or rounds):
+    if not (layers or rounds or chosen):
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             "for a model that was pruned elsewhere: nm.recipes.adopt(model).finish(allow_unused=True)."
@@ -119,7 +137,7 @@ def compress_(
     if data is None:
         _fold_columns(model, layers)  # which reorders rows, and those of ``made`` would have to follow
     else:
-        if not forms:
+        if not (forms or chosen):
             raise OptionError("compress_: data= is for values='int8' or 'int4'; floating-point values are not rounded.")
         floats = {name: one for name, one in rounds.items() if isinstance(one, NMWeight) or one.weight.step is None}
         made = data_rounders[0](model, floats, forms, data) if floats else {}
@@ -143,6 +161,7 @@ def compress_(
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
                 one.round_(made.get(one) or ops.quantize_values(one.weight, *forms[one]))
+    replace_each_(model, rounded_dense(chosen, str(values), group, keep_dense))
     after_swap(model)
     return model
 
@@ -155,7 +174,7 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     layers: dict[str, NMWeight | CompressedLinear] = {}
     floating = []
     for name, module in model.named_modules():
-        if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)):
+        if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)) or has_dense_integers(module):
             continue
         if isinstance(module, CompressedStack) or module.layout not in MATRICES:
             floating.append(layer_name(name, module))
@@ -164,6 +183,20 @@ def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int |
     if floating:
         warnings.warn(f"{verb}: {FLOATING.format(values, names_of(floating))}", stacklevel=3)
     return layers
+
+
+@torch.no_grad()
+def rounded_dense(chosen: Mapping[str, nn.Module], values: str, group: int | None, keep_dense: bool) -> dict[nn.Module, nn.Module]:
+    """dense layer → compressed one with its weight rounded, for those of ``dense_layers``; one form for layers that share a weight."""
+    forms: dict[int, ops.Compressed] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    for module in dict.fromkeys(chosen.values()):
+        weight, layout = module._parameters["weight"], dense_layout(module)
+        assert weight is not None
+        if id(weight) not in forms:
+            forms[id(weight)] = dense_integers(as_matrix(weight.detach(), layout), values, group)
+        made[module] = compressed_like(module, forms[id(weight)], layout, keep_dense)
+    return made
 
 
 def check_values(verb: str, values: str | None, group: int | None) -> int | None:
@@ -297,12 +330,14 @@ def compressed_like(
 
     If tensor parallelism has split the weight of ``dense``, ``weight`` is this rank's part of it.
     """
-    bias, old = dense.bias, dense.weight
+    bias, old = getattr(dense, "bias", None), dense.weight
     assert (bias is None or isinstance(bias, nn.Parameter)) and isinstance(old, Tensor)
     new: CompressedLinear
     if layout == CONV2D:
         conv: Any = dense
         new = CompressedConv2d(weight, conv.kernel_size, bias, conv.stride, conv.padding, conv.dilation, conv.padding_mode, keep_dense)
+    elif layout == EMBEDDING:
+        new = CompressedEmbedding(weight, dense.padding_idx, old.dtype)  # type: ignore[arg-type]
     elif is_sharded(old):
         new = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
     else:
@@ -339,16 +374,24 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
-    replace_each_(model, {layer: _decompressed(layer) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
+    tied: dict[int, nn.Parameter] = {}
+    replace_each_(model, {layer: _decompressed(layer, tied) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
         after_swap(model)
     return model
 
 
 @torch.no_grad()
-def _decompressed(layer: CompressedLinear) -> nn.Module:
-    weight, adapter = layer.dense(), layer.adapter
-    weight = weight if adapter is None else folded(weight, *adapter)
+def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.Module:
+    """``tied``: the dense weights of layers without an adapter, by the address of their integers, which two layers may share."""
+    memory, adapter = layer.values.data_ptr() or id(layer), layer.adapter
+    if adapter is not None or memory not in tied:
+        weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
+        parameter = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
+        if adapter is None:
+            tied[memory] = parameter
+    else:
+        parameter = tied[memory]
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
@@ -360,9 +403,12 @@ def _decompressed(layer: CompressedLinear) -> nn.Module:
 
         with torch.device("meta"):
             dense = Conv1D(*reversed(sizes))
+    elif isinstance(layer, CompressedEmbedding):
+        dense = nn.Embedding(*layer.shape, padding_idx=layer.padding_idx, device="meta")
     else:
         dense = nn.Linear(*sizes, False, device="meta")
-    dense.register_parameter("weight", nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous()))
-    dense.register_parameter("bias", layer.bias)
+    dense.register_parameter("weight", parameter)
+    if layer.layout != EMBEDDING:
+        dense.register_parameter("bias", layer.bias)
     dense.__dict__.update({name: layer.__dict__[name] for name in HOOKS})
     return dense.train(layer.training)

@@ -17,7 +17,7 @@ from ..gemm.choose import Routes, choose
 from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, run
 from ..gemm.problem import Problem
-from ..layouts import CONV1D, CONV2D, LINEAR, matrix_shape
+from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR, matrix_shape
 from ..ops.compress import counts_writes
 from ..ops.integers import kind_of, nm_linear_integers
 from ..ops.linear import nm_linear, operand_for
@@ -31,7 +31,7 @@ from .linear import under_autocast
 from .sharding import IN, NOTHING, OUT, check_input, check_mesh, split_along, split_linear
 from .traces import PROXY, constant, is_tracing, leaf, refuse_script
 
-LAYOUTS = (LINEAR, CONV1D, CONV2D)
+LAYOUTS = (LINEAR, CONV1D, EMBEDDING, CONV2D)
 """Weight layouts that can be compressed."""
 INSTEAD = {
     DENSE.name: "not called by this layer: it multiplies a dense copy of its weight by torch's GEMM, which is faster for so many tokens",
@@ -150,7 +150,8 @@ class CompressedLinear(nn.Module):
         self.layout = layout
         self.keep_dense = keep_dense
         self.register_buffer("values", weight.values)
-        self.register_buffer("indices", weight.indices)
+        # dense integers have no indices: an empty buffer for the ops, which is in no file
+        self.register_buffer("indices", weight.indices, persistent=weight.step is None or weight.pattern.m > 1)
         if weight.step is not None:
             self.register_buffer("step", weight.step)
             self._dtype = dtype or torch.get_default_dtype()
@@ -214,7 +215,8 @@ class CompressedLinear(nn.Module):
     def round_(self, weight: ops.Compressed) -> None:
         """Take ``weight``, whose values are integers with a step, instead of the one with floating-point values."""
         self._dtype = self.dtype
-        self.values, self.indices = weight.values, weight.indices  # new buffers, so that cached layouts of the old ones are dropped
+        self.values = weight.values  # new buffers, so that cached layouts of the old ones are dropped
+        self.register_buffer("indices", weight.indices, persistent=weight.pattern.m > 1)
         self.register_buffer("step", weight.step)
         self._forget()
 
@@ -338,8 +340,13 @@ class CompressedLinear(nn.Module):
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)
-            cast = any(tensor is one for one in constants) and new.dtype != tensor.dtype
-            return tensor.to(new.device) if cast else new  # integers and their steps are not cast
+            if not any(tensor is one for one in constants):
+                return new
+            new = tensor.to(new.device) if new.dtype != tensor.dtype else new  # integers and their steps are not cast
+            if self.pattern.m == 1 and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
+                tensor.data = new  # as torch moves Parameters: an embedding and the output head tied to it have the same tensors
+                return tensor
+            return new
 
         self._dtype = fn(step.new_empty(0, dtype=self._dtype)).dtype
         return super()._apply(moved, *args, **kwargs)
@@ -426,7 +433,7 @@ class CompressedPart(CompressedLinear):
 
     def _shared(self) -> tuple[str, ...]:
         """The buffers of which each rank has a part."""
-        return ("values", "indices") if self._buffers.get("step") is None else ("values", "indices", "step")
+        return tuple(name for name in ("values", "indices", "step") if name in self._buffers.keys() - self._non_persistent_buffers_set)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -94,7 +94,7 @@ def check_packed(op: str, values: Tensor, indices: Tensor, n: int, m: int, cols:
     if cols < 0:
         raise ShapeError(f"{op}: cols is {cols}; the number of dense columns cannot be negative.")
     lead, stored = tuple(values.shape[:-1]), -(-p.kept(cols) // 2) if bits == 4 else p.kept(cols)
-    for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols))):
+    for what, tensor, size in (("values", values, stored), ("indices", indices, p.index_bytes(cols, bits != 0))):
         if not values.dim() or tuple(tensor.shape) != (*lead, size):
             raise ShapeError(
                 f"{op}: {what} have shape {tuple(tensor.shape)}; {cols} columns at {p} need {(*lead, size)}. Pass the number of dense "

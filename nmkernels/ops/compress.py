@@ -30,7 +30,7 @@ class Compressed:
     Args:
         values: ``(..., groups·N)``, in order of index.
         indices: uint8 ``(..., bytes)``: position inside the group of each value, 2 bits for M <= 4, 4 bits for M <= 16, 8 bits above,
-            packed lowest bits first, each row starting on a byte, spare bits 0.
+            packed lowest bits first, each row starting on a byte, spare bits 0. Dense integers, ``"1:1"`` with a step, have none.
         pattern: ``"N:M"`` or a ``Pattern``.
         shape: the dense shape ``(..., cols)``; ``cols`` need not be a multiple of M (the last group is then partial).
         step: None for floating-point values. For integers (``ops.quantize_values``) bf16 ``(..., steps)``: a weight is integer · step, and
@@ -109,6 +109,8 @@ class Compressed:
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor in ``dtype``; by default that of the values, and float32 for integers."""
+        if self.step is not None and self.pattern.m == 1:
+            return nm_dequantize_values(self.values, self.step, self.shape[-1], dtype or torch.float32)
         c = self if self.step is None and dtype is None else dequantize_values(self, dtype or torch.float32)
         return nm_decompress(c.values, c.indices, c.pattern.n, c.pattern.m, c.shape[-1])
 
@@ -305,7 +307,8 @@ def quantize_values(c: Compressed, values: str = "int8", group: int | None = Non
     p, cols = c.pattern, int(c.shape[-1])
     group = group_of("nm_quantize_values", values, group, p, cols)
     integers, step = nm_quantize_values(c.values, BITS[values], cols // group if group else 1)
-    return Compressed(integers, c.indices, p, c.shape, step)
+    indices = c.indices if p.m > 1 else c.indices.new_empty(*c.indices.shape[:-1], 0)
+    return Compressed(integers, indices, p, c.shape, step)
 
 
 def group_of(op: str, values: str, group: int | None, p: Pattern, cols: int) -> int:
@@ -342,7 +345,9 @@ def dequantize_values(c: Compressed, dtype: torch.dtype = torch.float32) -> Comp
     if c.step is None:
         return c.to(dtype)
     values = nm_dequantize_values(c.values, c.step, c.pattern.kept(c.shape[-1]), dtype)
-    return Compressed(values, c.indices, c.pattern, c.shape)
+    size = c.pattern.index_bytes(c.shape[-1])
+    indices = c.indices if size == c.indices.shape[-1] else c.indices.new_zeros(*c.indices.shape[:-1], size)  # at 1:1 each is 0
+    return Compressed(values, indices, c.pattern, c.shape)
 
 
 def check_same_form(op: str, out: Compressed, n: int, m: int, shape: torch.Size) -> None:

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,22 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .. import ops
 from .._version import __version__
-from ..export.card import CARD, config_entry, write_card
+from ..export.card import CARD, config_entry, first_of, write_card
 from ..export.folders import CONFIG, REPORT, carry_over, check_out, parts_of
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, sync, writing
-from ..layouts import MATRICES
+from ..layouts import MATRICES, as_matrix, as_stored, matrix_shape
 from ..nn.compress import check_values, compressed_like
+from ..nn.dense import dense_integers, dense_layout, why_not_dense
 from ..nn.experts import CompressedStack, child_name
 from ..nn.swap import after_swap
 from ..ops import Compressed
-from ..pattern import PatternLike, RecipeError
+from ..pattern import CheckpointError, PatternLike, RecipeError
 from ..train.report import Report, starred
-from ..train.sparsify import FilterFn, LayerCandidate
+from ..train.sparsify import TINY, FilterFn, LayerCandidate
 from .base import OneShot, resolve
 from .data import batches_of, call, size_of
 from .disk import OnDisk, check_folder, class_of, open_folder
@@ -94,6 +95,7 @@ def prune_folder(
     permute: bool = False,
     values: str | None = None,
     group: int | None = None,
+    dense_values: str | None = None,
     held_out: Sequence[Any] = (),
     trust_remote_code: bool = False,
     plot: bool = False,
@@ -114,6 +116,8 @@ def prune_folder(
         device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
         dtype: of the weights, computed with and written; default that of the file.
         values, group: integers of 8 or 4 bits as values, as for ``prune_``; experts and convolutions keep floating-point ones.
+        dense_values: ``"int8"`` or ``"int4"``: integers for embeddings, output heads and other linear layers that stay dense, except tiny
+            ones, as by ``compress_(model, values=..., dense=[...])``.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
         trust_remote_code: run a model's own code that lies in its folder; it is copied to ``out``.
         plot: draw the errors by layer, as ``error.png`` in the folder and its model card; needs matplotlib.
@@ -136,6 +140,7 @@ def prune_folder(
     config = check_folder(source)
     check_out(source, out)
     group = check_values("prune_folder", values, group)
+    check_values("prune_folder: dense_values", dense_values, None)
     if plot:
         check_plot()
     kind, settings = class_of(source, config, trust_remote_code)
@@ -153,6 +158,7 @@ def prune_folder(
                 shutil.rmtree(work / "offload", ignore_errors=True)
             about = {"dtype": str(dtype), "data": digest(batches), "held_out": digest(tests)}
             about[CONFIG] = digest((source / CONFIG).read_text(encoding="utf-8"))
+            about |= {"dense values": dense_values} if dense_values else {}
             about["weights"] = digest([_digest_of(source / name, say) for name in config["weight files"]])
             say(0, 1, f"reading {source}")
             say.plan("read", 2 * size)
@@ -160,6 +166,7 @@ def prune_folder(
             check_tokens(model, [*batches, *tests])
             pruning = Pruning(model, *chosen_of(model), wanted, method, sequential, permute, values, group)
             pruning.check_groups("prune_folder")
+            dense = _dense_layers(model, pruning, dense_values) if dense_values else {}
             about = {**pruning.settings, **about}
             results = Results(work / "units", {**about, "layers": list(pruning.layers)})
             say.did("read", size)
@@ -167,7 +174,7 @@ def prune_folder(
         except BaseException:
             shutil.rmtree(work if new else work / "offload", ignore_errors=True)
             raise
-        run = _Run(source, work, pruning, disk, about, batches, tests, say, plot)
+        run = _Run(source, work, pruning, disk, about, batches, tests, say, dense, plot)
         run.plan(results)
         say.plan("write", 2 * size)
         before = run.perplexity("dense") if tests else 0.0
@@ -195,7 +202,8 @@ def put_in_place(folder: Path, out: Path) -> None:
 
 @dataclass(eq=False)
 class _Run:
-    """One call of ``prune_folder``: the opened model, and its steps. ``about`` is what a resumed run must have in common with it."""
+    """One call of ``prune_folder``: the opened model, and its steps. ``about`` is what a resumed run must have in common with it; ``dense``
+    are the layers whose dense weights become integers, and ``rounded`` those of weights that stay in memory, by the weight."""
 
     source: Path
     work: Path
@@ -205,7 +213,9 @@ class _Run:
     batches: list[Any]
     tests: list[Any]
     say: Progress
+    dense: dict[str, nn.Module]
     plot: bool = False
+    rounded: dict[int, Compressed] = field(default_factory=dict)
 
     def plan(self, results: Results) -> None:
         """Tell the progress of all that is to come, about."""
@@ -278,8 +288,17 @@ class _Run:
                 staying.enter_context(self.disk(block.module))
         return staying
 
-    def _write(self, modules: Set[nn.Module]) -> None:
+    def _write(self, modules: Set[nn.Module], round_dense: bool = True) -> None:
         """Write the results of all layers in ``modules``, whose weights are in memory."""
+        for name, module in self.dense.items() if round_dense else ():
+            weight: Any = module._parameters["weight"]
+            if module in modules and id(weight) not in self.rounded:
+                layout = dense_layout(module)
+                packed = self._integers(name, as_matrix(weight.detach(), layout))
+                if f"{name}.weight" not in self.disk.names:
+                    self.rounded[id(weight)] = packed
+                with torch.no_grad():
+                    weight.copy_(as_stored(packed.dense(weight.dtype), layout, weight.shape))
         for number, unit in enumerate(self.pruning.units):
             layers = {c.name: c for c in unit.layers if c.module in modules}
             if layers:
@@ -301,22 +320,25 @@ class _Run:
             state.pop(key, None)
         state = remove_tied_weights_from_state_dict(state, self.model)
         dense_bytes = sum(t.nbytes for t in state.values())
+        self.disk.change = lambda module: self._write({*module.modules()}, round_dense=False)
         layers = {c.name: self._layer(c) for c in self.pruning.chosen}
+        layers |= {name: self._dense_layer(name, module) for name, module in self.dense.items()}
         packed = {name: child_name(name) if isinstance(layer, CompressedStack) else name for name, layer in layers.items()}
         of = {weight_name(name, layer): name for name, layer in layers.items()}
-        tensors: dict[str, Tensor] = {weight_name(min(layers), layers[min(layers)]): torch.empty(0)}
+        entries = table(layers)
+        first = first_of(entries)
+        tensors: dict[str, Tensor] = {weight_name(first, layers[first]): torch.empty(0)}
         for key, value in state.items():
             if key in of:
                 layer: Any = layers[of[key]]
                 tensors |= {f"{packed[of[key]]}.{part}": tensor for part, tensor in parts_of(layer).items()}
             else:
                 tensors[key] = value
-        entries = table(layers)
         # save_pretrained makes the same metadata
         writer = ShardWriter(folder, tensors, {**described(entries), "format": HUGGING_FACE})
         self.say.plan("write", 2 * writer.total)  # they are read back
         try:
-            self._fill(writer, state.keys() - of.keys(), state, packed)
+            self._fill(writer, {key for key in state if of.get(key) not in self.pruning.layers}, state, packed)
             writer.close()
             self.say.did("write", writer.total)
         finally:
@@ -340,8 +362,33 @@ class _Run:
             weight = ops.quantize_values(weight, *self.pruning.integers)
         return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
 
+    def _dense_layer(self, name: str, module: nn.Module) -> Layer:
+        """The layer with integers that replaces the dense ``module``, without data."""
+        weight, layout = module.get_parameter("weight"), dense_layout(module)
+        packed = self._integers(name, torch.empty(matrix_shape(weight.shape, layout), dtype=weight.dtype, device="meta"))
+        return compressed_like(module, packed, layout)
+
+    def _integers(self, name: str, weight: Tensor) -> Compressed:
+        """The dense weight ``(out, in)`` of a layer as integers."""
+        packed = dense_integers(weight, self.about["dense values"])
+        if packed.step is not None and not packed.step.is_meta and not bool(packed.step.isfinite().all()):
+            raise CheckpointError(f"{self.source}: the weight of {name!r} has NaN or infinite values, which no integers can hold.")
+        return packed
+
     def _fill(self, writer: ShardWriter, others: Iterable[str], state: Mapping[str, Tensor], packed: Mapping[str, str]) -> None:
         steps, left = len(self.pruning.units) + 1, dict.fromkeys(sorted(others))
+        dense = {f"{name}.weight": name for name in self.dense}
+
+        def put(key: str, value: Tensor) -> None:
+            if key not in dense:
+                writer.write(key, value)
+                return
+            name, module = dense[key], self.dense[dense[key]]
+            packed = self.rounded.get(id(module._parameters["weight"]))
+            packed = self._integers(name, as_matrix(value, dense_layout(module))) if packed is None else packed
+            for part, tensor in parts_of(packed).items():
+                writer.write(f"{name}.{part}", tensor)
+
         for number, unit in enumerate(self.pruning.units):
             self.say(number, steps, "writing layers")
             done = self.pruning.results.load(number)
@@ -355,11 +402,11 @@ class _Run:
                 with self.disk(unit.block.module):
                     present = unit.block.module.state_dict(prefix=f"{self.disk.prefix[unit.block.module]}.")
                     for name in present.keys() & left.keys():
-                        writer.write(name, present[name])
+                        put(name, present[name])
                         del left[name]
         self.say(steps - 1, steps, "writing other tensors")
         for name in left:
-            writer.write(name, self.disk.read(name) if state[name].is_meta else state[name])
+            put(name, self.disk.read(name) if state[name].is_meta else state[name])
             self.say.did("write", state[name].nbytes)
         self.say(steps, steps, "writing done")
 
@@ -385,6 +432,7 @@ class _Run:
             "format": "nmkernels-prune-report-1",
             "model": self.source.resolve().name,
             **self.pruning.settings,
+            **({"dense values": {"values": self.about["dense values"], "layers": list(self.dense)}} if self.dense else {}),
             "data": {"batches": len(self.batches), "tokens": tokens, "digest": self.about["data"]},
             "held_out": {"batches": len(self.tests), "tokens": sum(map(_tokens, self.tests))} if self.tests else None,
             "perplexity": None if perplexity is None else {"dense": perplexity[0], "pruned": perplexity[1]},
@@ -403,6 +451,20 @@ class _Run:
         }
 
 
+def _dense_layers(model: nn.Module, pruning: Pruning, values: str) -> dict[str, nn.Module]:
+    """The embeddings and linear layers outside ``pruning`` whose weights become integers: no tiny ones, and none that share theirs with
+    something else."""
+    pruned = {c.module for c in pruning.chosen}
+    fits = {
+        name: module
+        for name, module in model.named_modules()
+        if dense_layout(module) and module not in pruned and not why_not_dense(module, values, None)
+        if min(module.get_parameter("weight").shape) >= TINY
+    }
+    others = {id(p) for m in model.modules() for p in m._parameters.values() if p is not None and m not in {*fits.values()}}
+    return {name: module for name, module in fits.items() if id(module._parameters["weight"]) not in others}
+
+
 def by_type(report: Report) -> dict[str, float]:
     """The mean error of the layers whose names differ only in numbers (``model.layers.*.mlp.up_proj``), as they are written."""
     errors: dict[str, list[float]] = {}
@@ -418,9 +480,11 @@ def how(facts: Mapping[str, Any]) -> str:
     data, held, ppl, size = facts["data"], facts["held_out"], facts["perplexity"], facts["bytes"]
     then = f", then {facts['values']}," if facts["values"] else ""
     patterns = ", ".join(sorted(set(facts["patterns"].values())))
+    dense = facts.get("dense values")
+    kept = f" Layers left dense are in {dense['values']}: {', '.join(dense['layers'])}." if dense else ""
     lines = [
         f"One-shot, from {facts['model']}: {patterns} by `{facts['method']}`{then} on {data['tokens']:,} tokens in "
-        f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.",
+        f"{data['batches']} batches (digest {data['digest']}), block by block, without training afterwards.{kept}",
     ]
     lines += ["", "| | dense | pruned |", "| --- | --- | --- |"]
     if ppl is not None:

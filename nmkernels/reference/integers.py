@@ -101,4 +101,6 @@ def linear_integers(
     wide = compute_dtype(x.dtype)
     weight = dequantize_values(values, step, Pattern(n, m).kept(cols), wide)
     extras = (None if extra is None else extra.to(wide) for extra in (bias, residual))
+    if m == 1:  # there are no indices; with them, each would be 0
+        indices = indices.new_zeros(values.shape[0], Pattern(n, m).index_bytes(cols))
     return linear(x.to(wide), weight, indices, n, m, cols, next(extras), activation, next(extras)).to(x.dtype)

@@ -380,6 +380,7 @@ def _linear_integers(
     drawn, positions = _compressed(draw.size(values.shape[0]), width, n, m, torch.float32)
     integers, step = quantize_values(drawn, 8 if values.dtype == torch.int8 else 4, steps)
     x, *more = draw.around(x, cols, width, drawn.shape[0], bias, activation, residual)
+    positions = positions if m > 1 else positions[..., :0]  # dense integers have none
     return x, integers, positions, step, n, m, width, *more
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 
+from ..arguments import skips as skips
 from ..pattern import RecipeError
 from ..recipes.registry import suggestion
 
@@ -40,8 +40,3 @@ def check_names(
             more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
             some = f", only {', '.join(map(repr, shown[:SHOWN])) or 'the model itself'}{more}."
             raise RecipeError(f"{what} names {name!r}, which matches no {kind} of the model{near or some}")
-
-
-def skips(layer: str, name: str) -> bool:
-    """Whether ``name``, a full name, a part of one between dots, or either with shell wildcards, names ``layer``."""
-    return fnmatchcase(f".{layer}.", f"*.{name}.*")

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from ..layouts import CONV1D, CONV2D, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, matrix_shape, ordered
+from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR, MATRICES, ORDERS, REDUCED, as_matrix, matrix_shape, ordered
 from ..nn.classes import class_of, computed_by
 from ..nn.compress import FLOATING, names_of
 from ..nn.compressed import CompressedLinear
@@ -156,6 +156,8 @@ def candidates(model: nn.Module, pattern: Pattern, recipe: Recipe | None) -> Ite
             continue
         if isinstance(module, (StackedWeight, CompressedStack)):
             continue  # comes with its experts module
+        if isinstance(module, CompressedLinear) and module.layout == EMBEDDING:
+            continue
         conv = isinstance(module, nn.Conv2d) and not _channels(module, pattern)
         if conv or isinstance(module, (nn.Linear, NMWeight, CompressedLinear)) or any(map(is_conv1d_type, type(module).__mro__)):
             yield _candidate(name, module, pattern, recipe, uses, bypassed, heads)

@@ -118,7 +118,7 @@ def test_foreign_files_are_refused(file):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t, m: m.update(version="7"), "format version 7; this one reads up to 6: upgrade"),
+        (lambda t, m: m.update(version="8"), "format version 8; this one reads up to 7: upgrade"),
         (lambda t, m: m.update(version="x"), "metadata is damaged"),
         (lambda t, m: m.update(layers="{"), "'layers' is damaged"),
         (lambda t, m: m.update(layers="[1]"), "'layers' is not a table"),
@@ -236,7 +236,7 @@ def test_a_layer_that_another_library_filled_is_checked(integers, changed, messa
         (nn.Sequential(nn.Linear(24, 12), nn.Linear(12, 16)), r"the file's weight is \(8, 12\) \(out, in\), the model's \(16, 12\)"),
         (nn.Sequential(nn.Linear(24, 12)), "layer '1': the model has no such module"),
         (nn.Sequential(nn.Linear(24, 12), nn.Linear(12, 8, bias=False)), "the model has no '1.bias'"),
-        (nn.Sequential(nn.Linear(24, 12), nn.Embedding(8, 12)), "the file holds a linear layer, the model a Embedding"),
+        (nn.Sequential(nn.Linear(24, 12), nn.Embedding(8, 12)), "the file holds a linear layer, the model an embedding"),
         (dense().bfloat16(), r"weight is torch.float32, the model's torch.bfloat16; build the model with model.to\(torch.float32\)"),
         (dense().append(nn.LayerNorm(8)), "the file lacks '2.weight'"),
     ],

@@ -50,6 +50,9 @@ def test_load_compressed(kind: str, on: str) -> None:
         assert loaded.head.weight is loaded.embed.weight
     if kind == "adapter":
         assert loaded[0].keep_dense and loaded[0].adapter is not None
+    if kind in ("dense_integers", "llama_dense"):
+        embedding, head = (loaded.embed, loaded.head) if kind == "dense_integers" else (loaded.model.embed_tokens, loaded.lm_head)
+        assert embedding.values is head.values and (head.weight.kind, head.weight.group) == (("int4", 3) if kind[0] == "d" else ("int8", 0))
     if kind == "columns":
         assert loaded[0].order.tolist() == [i * 7 % 16 for i in range(16)]
     if kind == "integers":

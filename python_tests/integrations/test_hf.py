@@ -150,6 +150,72 @@ def test_saved_and_loaded_it_is_the_same_model(name: str, size: str, tmp_path: P
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 8192}
+
+
+def with_dense_integers(values: str = "int8", name: str = "llama-tied", dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose embeddings hold most weights, with int4 in its body and integers in embeddings and head."""
+    model = built(name, **WIDE if name.startswith("llama") else {"n_embd": 128, "vocab_size": 2048}).to(dtype)
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    nm.compress_(model, values="int4")
+    return nm.compress_(model, values=values, dense=["lm_head", "wpe"] if name == "gpt2" else ["embed_tokens", "lm_head"])
+
+
+@pytest.mark.parametrize(("name", "values", "size"), [("llama-tied", "int8", "1GB"), ("gpt2", "int4", "200KB"), ("llama", "int4", "1GB")])
+def test_embeddings_and_heads_of_integers(name: str, values: str, size: str, tmp_path: Path) -> None:
+    """The same logits as of a dense model with the decoded weights; tied ones are one set of integers, in memory and in the file."""
+    model, tied = with_dense_integers(values, name), name != "llama"
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (embedding.values is head.values) == tied
+    model.tie_weights()
+    dense = nm.densify_(copy.deepcopy(model))
+    assert (dense.get_output_embeddings().weight is dense.get_input_embeddings().weight) == tied
+    dense.tie_weights()
+    assert equal_bits(dense.get_input_embeddings().weight, embedding.dense())
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "a", max_shard_size=size)
+    stored = {key for path in (tmp_path / "a").glob("*.safetensors") for key in load_file(path)}
+    assert ("lm_head.values" in stored) != tied and not any(key.endswith(("embed_tokens.indices", "lm_head.indices")) for key in stored)
+    again = loaded(tmp_path / "a")
+    assert (again.get_input_embeddings().values is again.get_output_embeddings().values) == tied
+    assert same_state(again, model) and equal_bits(logits(again), logits(model))
+    assert torch.equal(again.generate(IDS, max_new_tokens=4), model.generate(IDS, max_new_tokens=4))
+    card = (tmp_path / "a" / CARD).read_text()
+    assert "are 2:4 sparse and stored compressed by nmkernels, with values in int4, a step" in card and f"{values}, a step" in card
+    NMQuantizer(NMConfig("2:4", values="int4", layers=config_of(tmp_path / "a")["layers"]), pre_quantized=True).validate_environment()
+    again.save_pretrained(tmp_path / "b", max_shard_size=size)
+    assert equal_bits(logits(loaded(tmp_path / "b")), logits(model))
+    fresh = nm.load_compressed(built(name, **WIDE if name != "gpt2" else {"n_embd": 128, "vocab_size": 2048}), tmp_path / "a")
+    assert equal_bits(logits(fresh), logits(model))
+    again.dequantize()
+    assert same_state(again, dense) and "quantization_config" not in again.config.to_dict()
+
+
+def test_a_head_is_tied_to_an_embedding_of_integers_that_was_saved_without_it(tmp_path: Path) -> None:
+    model = with_dense_integers()
+    model.save_pretrained(tmp_path / "a")
+    body = loaded(tmp_path / "a", AutoModel)
+    assert equal_bits(body.embed_tokens(IDS), model.model.embed_tokens(IDS))
+    body.save_pretrained(tmp_path / "b")
+    again = loaded(tmp_path / "b")
+    assert again.lm_head.values is again.model.embed_tokens.values and equal_bits(logits(again), logits(model))
+    for dtype in (torch.bfloat16, torch.float32):
+        again.to(dtype)
+        assert again.lm_head.values is again.model.embed_tokens.values and again.model.embed_tokens(IDS).dtype == dtype
+
+
+@pytest.mark.parametrize("values", ["int8", "int4"])
+def test_a_folder_is_as_small_as_in_theory(values: str, tmp_path: Path) -> None:
+    """Bits per weight as in the guide to integers; what else there is, norms, names and steps of rows, takes less than 5 %."""
+    config = built("llama-tied", **WIDE)
+    pruned = sum(p.numel() for name, p in config.named_parameters() if name.endswith("proj.weight"))
+    embedded, bits = config.model.embed_tokens.weight.numel(), {"int8": 8, "int4": 4.125}[values]
+    with_dense_integers(values, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    theory = (pruned * 3.125 + embedded * bits) / 8
+    assert embedded > pruned and theory < size < 1.05 * theory, (size, theory)
+
+
 def test_config_and_metadata_match_save_compressed(llama: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = llama
     nm.save_compressed(model, tmp_path / "m.safetensors")

@@ -35,11 +35,16 @@ transformers.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings("ignore:prune_. layer")
 
 
-def in_memory(folder, out, data, **options):
+def in_memory(folder, out, data, dense_values=None, skip=(), **options):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    handle = prune_(model, "2:4", data, **options)
+    chosen = (lambda module, name: name != "lm_head" and not any(part in name for part in skip)) if skip else None
+    handle = prune_(model, "2:4", data, chosen, **options)
     handle.finish(allow_unused=True)
-    nm.compress_(model).save_pretrained(out)
+    nm.compress_(model)
+    if dense_values:
+        dense = [name for name, module in model.named_modules() if type(module) in (torch.nn.Linear, torch.nn.Embedding)]
+        nm.compress_(model, values=dense_values, dense=dense)
+    model.save_pretrained(out)
     return handle.report
 
 
@@ -71,6 +76,13 @@ def short_search(monkeypatch):
         pytest.param("qwen3-moe", {"method": "wanda", "values": "int4"}, marks=pytest.mark.slow),
         pytest.param("llama", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"method": "wanda", "permute": True}, marks=pytest.mark.slow),
+        ("llama-tied", {"method": "magnitude", "values": "int4", "dense_values": "int8"}),
+        pytest.param("gpt2", {"method": "magnitude", "dense_values": "int4"}, marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            {"method": "wanda", "permute": True, "skip": ["layers.0.mlp.up_proj", "layers.1.mlp.down_proj"], "dense_values": "int8"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -87,6 +99,8 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     assert [(n, row.error, row.rounded, row.tokens) for n, row in done.report.pruned.items()] == [
         (n, row.error, row.rounded, row.tokens) for n, row in report.pruned.items()
     ]
+    if "skip" in options:  # with other words for why a layer is dense
+        return
     assert (done.report.entries, done.report.channels, done.report.remark) == (report.entries, report.channels, report.remark)
     assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
 
@@ -109,16 +123,20 @@ def test_other_libraries_are_told_of_compressed_layers(tmp_path, monkeypatch):
     assert len(models) == 1
 
 
-@pytest.mark.parametrize("layers", [3, 1], ids=["on disk", "loaded whole"])
-def test_perplexity_is_that_of_the_whole_models(tmp_path, layers):
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [(3, {}), (1, {}), pytest.param(3, {"skip": ["layers.1.mlp"], "dense_values": "int4"}, marks=pytest.mark.slow)],
+    ids=["on disk", "loaded whole", "dense layers in integers"],
+)
+def test_perplexity_is_that_of_the_whole_models(tmp_path, layers, options):
     source, tests = saved(tmp_path / "dense", layers=layers), batches(2, 3, 20, seed=5)
-    done = prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=tests)
+    done = prune_folder(source, "2:4", batches(), tmp_path / "out", method="wanda", held_out=tests, **options)
     for value, folder in zip(done.perplexity, (source, tmp_path / "out"), strict=True):
         with torch.no_grad():
             model = loaded(folder)
             losses = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in tests]
         assert value == pytest.approx(math.exp(sum(losses) / 2), rel=1e-5)
-    if layers == 1:
+    if layers == 1 or options:
         return
     # padding counts for nothing
     padded = [{"input_ids": torch.cat([b["input_ids"], b["input_ids"]], 1), "attention_mask": torch.ones(3, 40).long()} for b in tests]

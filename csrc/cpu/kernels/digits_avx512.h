@@ -113,6 +113,25 @@ struct Choice64 {
     }
 };
 
+// Of a dense row: the 64 digits at the same place.
+template <>
+struct Choice64<1, 1> {
+    static constexpr int kBits = 0, kBytes = 0, kColumns = 64;
+
+    template <bool Tail>
+    NM_INLINE static Register places(const uint8_t*, int64_t, Register&) {
+        return _mm512_setzero_si512();
+    }
+
+    static bool valid(Register) { return true; }
+
+    template <int Rows>
+    NM_INLINE static void choose(const uint8_t* digits, const Register (&)[Rows], Register (&chosen)[Rows]) {
+        const Register some = _mm512_loadu_si512(digits);
+        for (int r = 0; r < Rows; ++r) chosen[r] = some;
+    }
+};
+
 // A row is summed in segments of whole blocks of 64 stored values, in 32 bits; each sum is then multiplied with its step: that of the
 // row, of the segment, or, where a step is for fewer than 64 values, that of each lane of four.
 struct RowSteps {
@@ -175,7 +194,7 @@ bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_
         each<Rows>([&](auto r) __attribute__((always_inline)) {
             if (!tail) {
                 if (Bits == 8 || b % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(values[r] + b * 8 * Bits + kAhead), kHint);
-                if (b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed[r] + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
+                if (Choice::kBytes && b * Choice::kBytes % 64 == 0) _mm_prefetch(reinterpret_cast<const char*>(packed[r] + b * Choice::kBytes + kAhead / 4), _MM_HINT_T0);
             }
             v[r] = stored64<Bits, tail>(values[r], b * 64, w.kept - b * 64);
             asm("" : "+v"(v[r]));  // or it would be loaded again for every product
@@ -248,7 +267,7 @@ bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_
 template <int N, int M, int Bits, int Tokens>
 bool permuted(const Integers& w, const uint8_t* indices, const Digits& x, int64_t token, int64_t row, int64_t end, float* sums, int64_t stride) {
     static thread_local Scratch room;
-    constexpr int kRows = Tokens == 1 ? 1 : 2;
+    constexpr int kRows = M == 1 ? 4 : Tokens == 1 ? 1 : 2;  // dense rows share what is loaded of x
     float* steps = room.at_least<float>(kRows * (w.steps + kLanes));
     bool valid = true;
     const auto run = [&](auto is_short) {
@@ -342,6 +361,38 @@ struct Expander {
             }
         }
     }
+};
+
+// Dense rows are such lines already.
+template <int Bits>
+struct Expander<1, 1, Bits> {
+    static constexpr int kColumns = 512, kLines = 8;
+
+    const Integers& w;
+    const uint8_t* indices;
+
+    int64_t pieces() const { return (w.kept + kColumns - 1) / kColumns; }
+
+    template <_mm_hint Hint>
+    NM_INLINE void prefetch(int64_t row, int64_t piece) const {
+        const uint8_t* values = stored_row(w, row) + piece * kColumns * Bits / 8;
+        for (int l = 0; l < kColumns * Bits / 8; l += 64) _mm_prefetch(reinterpret_cast<const char*>(values + l), Hint);
+    }
+
+    template <class F>
+    NM_INLINE void expand(int64_t row, int64_t piece, const F& f) {
+        const uint8_t* from = stored_row(w, row);
+        const int64_t first = piece * kColumns, left = w.kept - first;
+        if (__builtin_expect(left >= kColumns, true)) {
+            each<kLines>([&](auto i) __attribute__((always_inline)) { f(i, stored64<Bits, false>(from, first + i * 64, 64)); });
+        } else {
+            each<kLines>([&](auto i) __attribute__((always_inline)) {
+                f(i, i * 64 < left ? stored64<Bits, true>(from, first + i * 64, left - i * 64) : _mm512_setzero_si512());
+            });
+        }
+    }
+
+    bool valid() const { return true; }
 };
 
 }  // namespace

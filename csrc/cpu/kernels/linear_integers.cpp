@@ -61,6 +61,37 @@ inline void put(const IntegersLinearCall& call, int64_t row, int64_t rows, int64
     });
 }
 
+// Σ a·b.
+inline float product_of(const float* a, const float* b, int64_t count) {
+    constexpr int kSums = 4;
+    Floats sums[kSums] = {};
+    int64_t i = 0;
+    for (; i + kSums * kLanes <= count; i += kSums * kLanes) {
+        for (int s = 0; s < kSums; ++s) sums[s] = fused(load(a + i + s * kLanes), load(b + i + s * kLanes), sums[s]);
+    }
+    for (; i < count; i += kLanes) sums[0] = fused(widened(a + i, count - i), widened(b + i, count - i), sums[0]);
+    return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+// A weight without zeros, of which there are no indices; x [tokens][cols].
+bool dense_by_floats(const IntegersLinearCall& call, const float* x, int64_t token, int64_t tokens, int threads) {
+    return by_rows(call, threads, [&](int64_t begin, int64_t end) {
+        constexpr int64_t kRows = 64;
+        static thread_local Scratch room;
+        float* decoded = room.at_least<float>(call.weight.kept);
+        float sums[kMostTokens * kRows];
+        for (int64_t row = begin; row < end; row += kRows) {
+            const int64_t rows = std::min(kRows, end - row);
+            for (int64_t r = 0; r < rows; ++r) {
+                decode_row(call.weight, row + r, decoded);
+                for (int64_t t = 0; t < tokens; ++t) sums[t * kRows + r] = product_of(decoded, x + t * call.cols, call.cols);
+            }
+            put(call, row, rows, token, tokens, sums, kRows);
+        }
+        return true;
+    });
+}
+
 // Tokens [token, token + tokens), all in fp32.
 bool by_floats(const IntegersLinearCall& call, int64_t token, int64_t tokens, int n, int m, int threads) {
     std::unique_ptr<float[]> copy;
@@ -76,6 +107,7 @@ bool by_floats(const IntegersLinearCall& call, int64_t token, int64_t tokens, in
         }
     });
     const Integers& w = call.weight;
+    if (m == 1) return dense_by_floats(call, x, token, tokens, threads);
     const int64_t bytes = index_bytes(w.kept, index_bits(m));
     // more rows share what packing x costs
     const int64_t least = tokens > 8 ? 64 : 8, most = std::max(least, kDecodedFloats / (w.kept + 1) / 8 * 8);
@@ -100,6 +132,7 @@ bool by_floats(const IntegersLinearCall& call, int64_t token, int64_t tokens, in
 template <class F>
 bool by_choice(int n, int m, int bits, const F& f) {
     const auto with = [&](auto n, auto m) { return bits == 8 ? f(n, m, Int<8>()) : f(n, m, Int<4>()); };
+    if (n == 1 && m == 1) return with(Int<1>(), Int<1>());
     if (n == 2 && m == 4) return with(Int<2>(), Int<4>());
     if (n == 1 && m == 4) return with(Int<1>(), Int<4>());
     if (n == 1 && m == 8) return with(Int<1>(), Int<8>());
@@ -110,7 +143,7 @@ bool by_choice(int n, int m, int bits, const F& f) {
 
 // Patterns that an expander has.
 template <int N, int M>
-constexpr bool kExpands = (N == 2 && M == 4) || (N == 1 && (M == 4 || M == 8));
+constexpr bool kExpands = (N == 2 && M == 4) || (N == 1 && (M == 1 || M == 4 || M == 8));
 
 // Whether the columns of a step are whole lines of an expander.
 inline bool steps_of_lines(const Integers& w, int n, int m) { return w.steps == 1 || w.kept / w.steps * m / n % 64 == 0; }
@@ -136,12 +169,13 @@ bool by_rows_of_digits(const IntegersLinearCall& call, const Digits& x, int64_t 
 
 // Whether so many tokens are faster in tiles, side by side. Permuted, a token costs as much as there are stored values; without AMX, in
 // tiles as much as there are columns, but rows are opened once for all tokens: 4096 x 4096 at 2:4, int8, takes 2.2 and 2.0 ms for 7 tokens,
-// at 1:4 1.7 and 1.8, and 3.5 and 3.2 for 16, at 1:8 3.0 and 3.0 (one thread of a Zen 4, 2026-11-27).
+// at 1:4 1.7 and 1.8, and 3.5 and 3.2 for 16, at 1:8 3.0 and 3.0 (one thread of a Zen 4, 2026-11-27). Dense, 49152 x 576 takes 8.6 and 6.6 ms
+// for 8 (2026-11-30).
 inline bool pays_in_tiles(int64_t tokens, int n, int m) {
 #if defined(__AMX_BF16__)
     return tokens >= 3;
 #else
-    return 2 * tokens * n >= 7 * m;
+    return m == 1 ? tokens >= 6 : 2 * tokens * n >= 7 * m;
 #endif
 }
 

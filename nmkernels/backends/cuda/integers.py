@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...dispatch import Verdict
-from ..shared import address, contiguous, packed_sizes
+from ..shared import DENSE, address, contiguous, packed_sizes
 from .core import DTYPES, core, queue, register
 from .linear import ACTIVATIONS, FEW_TOKENS, MOST_TOKENS, gpu_of, linear, takes, tokens_of
 
@@ -39,6 +39,8 @@ def dequantize_values(values: Tensor, step: Tensor, kept: int, dtype: torch.dtyp
 
 def _supports(x: Tensor, values: Tensor, indices: Tensor, step: Tensor, n: int, m: int, cols: int, *_: Any) -> Verdict:
     tokens = tokens_of(x, cols)
+    if m == 1:
+        return DENSE
     if tokens <= MOST_TOKENS:
         return True, "a small batch"
     if x.dtype != torch.bfloat16:

@@ -19,7 +19,7 @@ from ...capability import triton as triton_probe
 from ...dispatch import Verdict, impl
 from ...reference.adamw import AdamWArgs
 from ..adamw import placed, supports_tensors
-from ..shared import FLOAT64, ORDERED, only_2_4, tensors
+from ..shared import DENSE, FLOAT64, ORDERED, only_2_4, tensors
 
 NAME = "triton"
 PRIORITY = 5
@@ -83,6 +83,7 @@ def supports_pack(w: Tensor, n: int, m: int, select: str, *rest: Any) -> Verdict
 
 SUPPORTS: dict[str, Callable[..., Verdict]] = {
     "nm_masked_adamw_": supports_adamw,
+    "nm_linear_integers": lambda *args: DENSE if args[5] == 1 else supports(*args),
     "nm_pack": supports_pack,
     "nm_transposable_mask": lambda w, n, m: supports_pack(w, n, m, "transposable"),
 }
