@@ -267,7 +267,7 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     weights: dict[Layer, Tensor] = {}
     for layer in dict.fromkeys(sparse.values()):
         tied = has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel()  # type: ignore[operator]
-        memory: object = place(layer.values) if tied else layer  # type: ignore[arg-type, operator]
+        memory: object = place(layer.values) if tied else layer  # type: ignore[arg-type]
         if memory not in made:
             made[memory] = _dense_weight(layer, gatherer)
         weights[layer] = made[memory]
