@@ -25,24 +25,29 @@ def remove_idle(a: Attachment) -> None:
             layer.get_parameter(name).grad = None
 
 
+def take_part(a: Attachment) -> None:
+    """Note which layers the present step updates."""
+    a.took = [name for name, layer in a.layers.items() if layer.takes_part()]
+    a.numel = sum(a.layers[name].parameter.numel() for name in a.took)
+
+
 @torch.no_grad()
 def prepare(a: Attachment) -> None:
     """Mask or decay the gradients; where a fused optimizer unscales them later, the decay is scaled too."""
     stage, scale = a.run.stage, getattr(a.optimizer, "grad_scale", None)
     # with maximize the optimizer negates the gradient later; the decay must shrink the weight all the same
     negated = {id(p) for group in a.optimizer.param_groups if group.get("maximize") for p in group["params"]}
-    a.masks, a.pruned, a.numel = {}, {}, 0
-    for name, layer in a.layers.items():
-        if not layer.takes_part():
-            continue
-        a.numel += layer.parameter.numel()
+    a.masks, a.pruned = {}, {}
+    take_part(a)
+    for name in a.took:
+        layer = a.layers[name]
         learned = layer.learned()
         penalties = {} if stage.rule.adds_penalty and not learned else layer.penalties()
         of_weight = penalties.pop(WEIGHT, None)
         for key, value in penalties.items():
             grad = learned[key].grad
             if grad is not None:
-                _add(grad, id(learned[key]) in negated, scale, value)
+                add(grad, id(learned[key]) in negated, scale, value)
         if stage.rule.masked and not stage.held_mask:
             a.masks[name] = layer.kept()
         grad = align_gradient(layer.parameter, layer.layout)
@@ -54,14 +59,14 @@ def prepare(a: Attachment) -> None:
         if grad is None:
             continue
         w, g = layer.master.detach(), as_matrix(local(grad), layer.layout)
-        put = partial(_add, g, id(layer.parameter) in negated, scale)
+        put = partial(add, g, id(layer.parameter) in negated, scale)
         if stage.held_mask:
             g.masked_fill_(~a.run.held.masks[name], 0.0)
         elif stage.rule.masked:
             outside = ~a.masks[name]
             pruned = masked(w, outside)
-            size = _magnitude(masked(g, outside))
-            a.pruned[name] = _magnitude(pruned), size if scale is None else size / scale.double()
+            size = magnitude(masked(g, outside))
+            a.pruned[name] = magnitude(pruned), size if scale is None else size / scale.double()
             if stage.rule.decay:
                 put(pruned, stage.rule.decay)
         if of_weight is not None and not stage.rule.adds_penalty:
@@ -78,9 +83,8 @@ def count(a: Attachment, found_inf: Tensor | None) -> Tensor:
         values.update(zip(ops.STATS, a.masked.stats, strict=True))
     values["applied"] = torch.ones_like(nothing) if found_inf is None else (found_inf == 0).double().reshape(())
     rows = []
-    for name, layer in a.layers.items():
-        if not layer.takes_part():
-            continue
+    for name in a.took:
+        layer = a.layers[name]
         w = layer.master.detach()
         if a.run.stage.held_mask:
             a.run.held.apply(name)
@@ -99,12 +103,12 @@ def count(a: Attachment, found_inf: Tensor | None) -> Tensor:
     return torch.stack([values[key].to(device, torch.float64) for key in ops.STATS])
 
 
-def _magnitude(x: Tensor) -> Tensor:
+def magnitude(x: Tensor) -> Tensor:
     """Σ|x| in fp64: rows in fp32 first, since a sum in another precision than its operand's begins by copying the whole tensor."""
     rows = torch.promote_types(x.dtype, torch.float32)  # in 16 bits a row's sum would be worth three digits, and fp16's may be too large
     return torch.linalg.vector_norm(x, 1, -1, dtype=rows).sum(dtype=torch.float64)
 
 
-def _add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor, factor: float = 1.0) -> None:
+def add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor, factor: float = 1.0) -> None:
     """Add ``factor · extra`` to a gradient that the optimizer may still negate and unscale."""
     g.add_(extra if scale is None else extra * scale, alpha=-factor if negated else factor)

@@ -196,7 +196,7 @@ def _before(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ..
     def ready() -> None:
         gradients.remove_idle(a)
         if prepares:
-            gradients.prepare(a)
+            getattr(a.optimizer, "prepare", gradients.prepare)(a)
 
     if closure is None:
         ready()
@@ -230,6 +230,11 @@ def _after(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ...
 def _join(a: Attachment) -> None:
     """Take over the layers of parameter groups that were added since the last step."""
     _check_class(a.run.recipe, a.optimizer)
+    if a.layers and not owned(a.optimizer, a.run.layers):
+        raise RecipeError(
+            "step: the optimizer has other parameters than at attach, none of them a sparse layer's weight, as after deepspeed.initialize. "
+            "Call nm.integrations.deepspeed.attach(handle, engine) after that, instead of handle.attach."
+        )
     new = _take_layers(a)
     a.first_step = a.first_step or bool(new)
     young = [name for name, layer in new.items() if "exp_avg_sq" not in a.updating.state.get(layer.parameter, {})]
@@ -364,6 +369,11 @@ def owned(optimizer: torch.optim.Optimizer, layers: Mapping[str, NMWeight]) -> d
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose step hooks run: this one, also ZeRO, or the one inside a wrapper such as Accelerate's or Lightning's."""
+    if type(optimizer).__module__.startswith("deepspeed."):
+        raise RecipeError(
+            "attach: DeepSpeed's optimizer updates flat copies of the weights. Call nm.integrations.deepspeed.attach(handle, engine) after "
+            "deepspeed.initialize; that knows ZeRO-1 and ZeRO-2."
+        )
     inside = optimizer
     while "_optimizer_step_pre_hooks" not in getattr(inside, "__dict__", {}):
         # a learning rate scheduler has an optimizer as well, but nothing to step it by
@@ -384,14 +394,14 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 def inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer that updates the weights and keeps their moments: that of this rank's share inside ZeRO, else ``optimizer``."""
-    zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    zero = any(kind.__name__ in ("ZeroRedundancyOptimizer", "ZeroOptimizer") for kind in type(optimizer).__mro__)
     return optimizer.optim if zero else optimizer  # type: ignore[attr-defined]
 
 
 def masked_adamw(optimizer: torch.optim.Optimizer) -> MaskedAdamW | None:
     """The ``MaskedAdamW`` that updates every weight of ``optimizer``, so that it can mask and count; None with ZeRO over several ranks."""
     updating = inner(optimizer)
-    alone = updating is optimizer or optimizer.world_size == 1  # type: ignore[attr-defined]
+    alone = updating is optimizer or getattr(optimizer, "world_size", 0) == 1  # DeepSpeed's steps flat copies, also alone
     return updating if alone and isinstance(updating, MaskedAdamW) else None
 
 

@@ -281,7 +281,7 @@ class Attachment:
         stats: the sums of the last step, or of the last applied one where that was skipped, over ``numel`` weights.
         observed: those that the schedule has not seen yet.
         own_pass: ``masked`` where it masks, decays and counts the present step in its own pass over memory.
-        masks, pruned: of the present step elsewhere, before it: masks, and the sums of pruned weights and gradients.
+        took, masks, pruned: of the present step elsewhere, before it: the layers, masks, and the sums of pruned weights and gradients.
         bits: the bits of held masks, with the mask that they were made of and its version.
         revision: of the run, when ``masked`` got its rule.
         size: the number of parameters when layers were taken last; ``unsharded``: those that were not sharded then.
@@ -300,6 +300,7 @@ class Attachment:
     observed: Tensor | None = None
     numel: int = 0
     own_pass: MaskedAdamW | None = None
+    took: list[str] = field(default_factory=list)
     masks: dict[str, Tensor] = field(default_factory=dict)
     pruned: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     bits: dict[str, tuple[Tensor, int, Tensor]] = field(default_factory=dict)

@@ -327,6 +327,8 @@ def _obstacle(module: nn.Module, weight: Tensor | None, layout: str, uses: Count
     if layout not in MATRICES and is_sharded(weight):
         return SHARDED.format("a convolution")
     dims = len(ORDERS[layout])
+    if hasattr(weight, "ds_id"):
+        return "DeepSpeed's ZeRO-3 has sharded its weight; use torch.distributed.fsdp.fully_shard"
     if weight.dim() != dims:
         return (
             f"its weight has {weight.dim()} dimensions and not {dims}: it was flattened, as FullyShardedDataParallel (FSDP1) does; use "

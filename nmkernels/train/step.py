@@ -76,7 +76,8 @@ def after(a: Attachment) -> None:
         run.hooks.after_step(_updated(a), found_inf)
     if counting is not None and counting.stats is None:
         # only what is learned in addition to the weights had gradients, such as SLoPe's adapters
-        counting, a.numel = None, sum(layer.parameter.numel() for layer in a.layers.values() if layer.takes_part())
+        counting = None
+        gradients.take_part(a)
     if counting is None:
         stats = gradients.count(a, found_inf) if a.numel else None
     else:
