@@ -185,7 +185,8 @@ def test_layers_of_every_kind(tmp_path):
     # blocks that differ have expressions of their own
     model = pruned()
     for name, layer in layers_of(model).items():
-        layer.round_("int8" if ".0." in name else "int4", 64)
+        weight = nm.ops.quantize_values(layer.weight, "int8" if ".0." in name else "int4", 64)
+        model.set_submodule(name, nm.CompressedLinear(weight, dtype=torch.bfloat16))
     save_compressed_tensors(model, tmp_path / "by block")
     same_model(tmp_path / "by block", model)
 
