@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..export.card import CARD, HEADING, METHOD, integers_of, patterns_of
-from ..export.compressed_tensors import CONFIG, Packed, check_table, write_pack_quantized
-from ..export.folders import carry_over, check_out
+from ..export.compressed_tensors import Packed, check_table, write_pack_quantized
+from ..export.folders import CONFIG, carry_over, check_out
 from ..export.plan import BUFFERS, announce, check_filled
 from ..export.safetensors import opened
 from ..export.stream import SHARD

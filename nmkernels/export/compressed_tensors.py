@@ -33,13 +33,13 @@ from ..ops import Compressed
 from ..ops.integers import BITS
 from ..pattern import CheckpointError, RecipeError
 from ..shards import is_sharded
+from .folders import CONFIG, check_out
 from .plan import BUFFERS
 from .safetensors import HUGGING_FACE, table
 from .stream import SHARD, ShardWriter
 from .tensors import plain_modules, plain_state, sparse_layers
 
 VERB = "save_compressed_tensors"
-CONFIG = "config.json"
 DENSE = "nm.save_dense(model, path) writes dense weights with zeros, which any program reads"
 ROUND = 'nm.compress_(model, values="int4") or "int8" rounds them'
 KINDS = {CONV1D: "a Conv1D of transformers", CONV2D: "a convolution"}
@@ -75,7 +75,7 @@ def save_compressed_tensors(model: nn.Module, folder: str | os.PathLike[str], ma
     """
     out = Path(folder)
     inner: Any = plain_modules(model)[""]
-    check_new(out)
+    check_out(None, out)
     layers, state = _of_model(inner)
 
     def describe(work: Path) -> dict[str, Any]:
@@ -134,14 +134,6 @@ def check_table(about: Mapping[str, Mapping[str, Any]], verb: str = VERB) -> Non
             problem = f"reorders its inputs, and groups of {group} are then not adjacent; round with a step per row (int8), or {DENSE}"
         if problem:
             raise RecipeError(f"{verb}: layer {name!r} {problem}.")
-
-
-def check_new(out: Path) -> None:
-    """CheckpointError unless ``out`` is a new or an empty folder."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out} is not a folder; pass a new one.")
-    if out.is_dir() and (names := sorted(os.listdir(out))):
-        raise CheckpointError(f"{out} holds other files ({', '.join(names[:3])}); pass a new folder, or delete this one.")
 
 
 def write_pack_quantized(
@@ -275,7 +267,7 @@ def appearing(out: Path) -> Iterator[Path]:
         home.mkdir(parents=True, exist_ok=True)
     lock = lock_file(home / ".lock", "another folder")
     try:
-        check_new(out)  # another process may have finished meanwhile
+        check_out(None, out)  # another process may have finished meanwhile
         work = home / out.name
         with writing(home):
             shutil.rmtree(work, ignore_errors=True)

@@ -52,10 +52,10 @@ def check_weights(folder: Path) -> list[str]:
     return files
 
 
-def check_out(source: Path, out: Path) -> None:
+def check_out(source: Path | None, out: Path) -> None:
     """Raise CheckpointError if ``out`` holds something, is a part of ``source``, or is not a folder."""
-    place, origin = out.resolve(), source.resolve()
-    if place == origin or origin in place.parents:
+    place, origin = out.resolve(), source and source.resolve()
+    if origin and (place == origin or origin in place.parents):
         raise CheckpointError(f"{out} is inside the model's folder {source}, which is not changed; pass a folder elsewhere.")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} is not a folder; pass a new one.")
