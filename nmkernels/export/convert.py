@@ -268,16 +268,9 @@ class _Run:
         place = self.work / "writing"
         with writing(place):
             place.mkdir()
-        contents, left = read(self.source / file), dict(self.outputs[file])
-        writer = ShardWriter(place, left, {**described(self.entries), "format": HUGGING_FACE}, shard=1 << 62)
+        writer = ShardWriter(place, self.outputs[file], {**described(self.entries), "format": HUGGING_FACE}, shard=1 << 62)
         try:
-            for layer in self._in(file):
-                for name, tensor in self._convert(layer, contents).items():
-                    writer.write(name, tensor)
-                    del left[name]
-            for name, form in left.items():
-                if form.is_meta:  # not the guard
-                    writer.write(name, contents.tensors[name].to(form.dtype))
+            self._write(file, writer)  # after which the file is not in memory any more, and the new one can be checked
             writer.close()
         finally:
             writer.abandon()
@@ -285,6 +278,16 @@ class _Run:
             os.replace(place / SINGLE, self.folder / file)
             sync(self.folder)
             shutil.rmtree(place)
+
+    def _write(self, file: str, writer: ShardWriter) -> None:
+        contents, left = read(self.source / file), dict(self.outputs[file])
+        for layer in self._in(file):
+            for name, tensor in self._convert(layer, contents).items():
+                writer.write(name, tensor)
+                del left[name]
+        for name, form in left.items():
+            if form.is_meta:  # not the guard
+                writer.write(name, contents.tensors[name].to(form.dtype))
 
     def _convert(self, layer: _Layer, contents: Contents) -> dict[str, Tensor]:
         """The new tensors of one layer, by name; fills its entry and row."""

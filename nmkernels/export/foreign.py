@@ -29,7 +29,7 @@ from .tensors import quote
 
 SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of values that have a scale."""
-PIECE = 1 << 22
+PIECE = 1 << 20
 """Weights that are converted at a time, so that copies of other dtypes take little memory."""
 
 _NIBBLES = {1 << low | 1 << high: low | high << 2 for low in range(4) for high in range(low + 1, 4)}

@@ -15,7 +15,7 @@ from ..train.report import FILTERED
 from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
 
-PIECE = 1 << 22
+PIECE = 1 << 20
 """Weights that are looked at together."""
 
 
