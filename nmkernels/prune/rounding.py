@@ -115,10 +115,11 @@ def descend_(q: Tensor, steps: Tensor, w: Tensor, mask: Tensor, h: Tensor, group
 def _refit_(step: Tensor, q: Tensor, r: Tensor, hq: Tensor) -> Tensor:
     """Give integers ``q`` the step with the least error, rounded to bfloat16, in place; returns by how much it has changed."""
     slope, curvature = (q * r).sum(0), (q * hq).sum(0)
-    change = (step + slope / curvature).bfloat16().to(step.dtype) - step
-    change = torch.where(change * (change * curvature - 2 * slope) < 0, change, 0.0)  # 0 too where integers are all 0, which gives NaN
-    step.add_(change)
-    return change
+    best = (step + slope / curvature).bfloat16().to(step.dtype)
+    change = best - step
+    better = change * (change * curvature - 2 * slope) < 0  # not where integers are all 0, which gives NaN
+    step.copy_(torch.where(better, best, step))
+    return torch.where(better, change, 0.0)
 
 
 def _block(group: int, cols: int) -> int:
