@@ -105,7 +105,8 @@ def prune_(
             function, called with (done, total, what) before each block. The same is logged to ``nmkernels.prune``.
 
     Raises:
-        RecipeError: no layer can be pruned, the model is sparse, sharded or offloaded, the data is empty, or the method unknown.
+        RecipeError: no layer can be pruned, the model is sharded, offloaded or in sparse training, the data is empty, the method is
+            unknown, or a name in ``pattern`` fits no layer.
         OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
         CheckpointError: ``folder`` holds another run, or cannot be written. In case of any error the model is as it was.
 
