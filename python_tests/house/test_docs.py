@@ -1,8 +1,8 @@
 """What the documents say is so: their code runs, their commands are understood, what they name exists, and the site is whole.
 
 A ```python block runs among the quick tests; a ```py block (it needs a library that is slow to import, or a process group) in a slow test,
-after all other blocks of its page, in a process like one of torchrun's. A ```python3 block needs a GPU and runs in no test. Tabs indent
-their blocks.
+after all other blocks of its page, in a process like one of torchrun's. A ```python3 block needs a GPU, or a library that CI
+lacks, and runs in no test. Tabs indent their blocks.
 """
 
 from __future__ import annotations
