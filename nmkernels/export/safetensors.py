@@ -266,8 +266,9 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     made: dict[object, Tensor] = {}
     weights: dict[Layer, Tensor] = {}
     for layer in dict.fromkeys(sparse.values()):
-        tied = has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel()
-        memory = place(layer.values) if tied else layer  # type: ignore[arg-type]
+        memory: object = layer
+        if isinstance(layer, CompressedLinear) and has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel():
+            memory = place(layer.values)  # an embedding and a head that share their integers are tied there too
         if memory not in made:
             made[memory] = _dense_weight(layer, gatherer)
         weights[layer] = made[memory]
