@@ -225,6 +225,8 @@ def summary(facts: dict[str, Any], out: Path, kind: str, why: str, seconds: floa
             for reason, names in reasons.items()
         )
         parts.append(f"Left dense: {'; '.join(shown)}.")
+    if integers := facts.get("dense values"):
+        parts.append(f"Dense layers in {integers['values']}: {', '.join(integers['layers'])}.")
     if skipped := facts["not carried over"]:
         parts.append(f"Not carried over, since they hold the dense weights: {', '.join(skipped)}.")
     parts.append(
