@@ -236,6 +236,8 @@ def summary(facts: dict[str, Any], out: Path, opened: tuple[str, str], why: str,
             for reason, names in reasons.items()
         )
         parts.append(f"Left dense: {'; '.join(shown)}.")
+    if integers := facts.get("dense values"):
+        parts.append(f"Dense layers in {integers['values']}: {', '.join(integers['layers'])}.")
     if skipped := facts["not carried over"]:
         parts.append(f"Not carried over, since they hold the dense weights: {', '.join(skipped)}.")
     kind, options = opened

@@ -34,6 +34,7 @@ from ..nn.dense import has_dense_integers
 from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
 from ..nn.weight import NMWeight
+from ..ops.integers import kind_of
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole
@@ -217,7 +218,7 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
             entry["rank"] = int(adapter[0].shape[1])
         if isinstance(layer, CompressedLinear) and "step" in layer._buffers:
             steps = layer.state_dict()["step"].shape[1]  # there a part of a layer has the whole shape
-            entry |= {"values": layer.weight.kind, "group": 0 if steps == 1 else shape[1] // steps}
+            entry |= {"values": kind_of(layer.values), "group": 0 if steps == 1 else shape[1] // steps}
         if (layer.columns if isinstance(layer, NMWeight) else layer._buffers.get("columns")) is not None:
             entry["columns"] = True
         about[name] = entry
@@ -266,8 +267,9 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     made: dict[object, Tensor] = {}
     weights: dict[Layer, Tensor] = {}
     for layer in dict.fromkeys(sparse.values()):
-        tied = has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel()  # type: ignore[operator]
-        memory: object = place(layer.values) if tied else layer  # type: ignore[arg-type]
+        memory: object = layer
+        if isinstance(layer, CompressedLinear) and has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel():
+            memory = place(layer.values)  # an embedding and a head that share their integers are tied there too
         if memory not in made:
             made[memory] = _dense_weight(layer, gatherer)
         weights[layer] = made[memory]

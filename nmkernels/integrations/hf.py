@@ -233,8 +233,10 @@ class NMQuantizer(HfQuantizer):
             self._layers[name] = layer
         hand_over_ties_(model)
         self._tied = sharing(model, self._layers)
-        for layer in self._tied:
-            layer._non_persistent_buffers_set |= {*SHARED}  # so that they are not missed in the file
+        for layer in self._tied:  # room of their own until they are tied: what is not in the file and not persistent is not missed
+            layer._non_persistent_buffers_set |= {*SHARED}
+            for part in (*SHARED, "indices"):
+                setattr(layer, part, torch.empty_like(getattr(layer, part)))
         # the empty tensor in place of the first layer's dense weight
         key = re.escape(first_of(layers).removeprefix(f"{prefix}."))
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), rf"(^|\.){key}(\.weight)?$"}
@@ -321,6 +323,11 @@ class NMQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **keywords: Any) -> Any:
         for layer, first in self._tied.items():
+            if first.values.is_meta:
+                raise CheckpointError(
+                    "from_pretrained: an output head shares the integers of an embedding that device_map offloads. Leave out "
+                    "offload_buffers=True, which keeps packed weights in memory."
+                )
             layer._non_persistent_buffers_set -= {*SHARED}
             for part in (*SHARED, "indices"):
                 setattr(layer, part, getattr(first, part))

@@ -207,6 +207,8 @@ class CompressedLinear(nn.Module):
         step = buffers.get("step")
         # moving or casting the module replaces its buffers, which invalidates the view and its cached layouts
         if view is None or view.values is not buffers["values"] or view.indices is not buffers["indices"] or view.step is not step:
+            if not self.indices.numel() and self.indices.device != self.values.device:  # an offloaded weight's, which no file has
+                self.indices = torch.empty_like(self.indices, device=self.values.device)
             view = ops.Compressed(self.values, self.indices, self.pattern, (self.out_features, self.in_features), step)
             if not torch.compiler.is_compiling():
                 self._view = view

@@ -34,7 +34,7 @@ def test_it_says_what_was_exact_and_what_was_not(tmp_path: Path, capsys: pytest.
     assert "Left dense: lm_head (0 % of its weights are 0, in no N:M pattern)." in table
     assert "Activations, which the model's own library quantises too, stay in floating point." in table
     assert "Not needed, and left out: 1 tensors (model.layers.0.self_attn.k_proj.input_scale)." in table
-    assert f'LlamaForCausalLM.from_pretrained("{tmp_path}/out")' in said.out and "converting model.safetensors (1 of 1)" in said.err
+    assert f'LlamaForCausalLM.from_pretrained("{tmp_path}/out")' in said.out and "converting model.safetensors\n" in said.err
     assert convert(FIXTURES / "bitmask-int8", tmp_path / "exact", "--exact", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["layers"]["model.layers.0.mlp.down_proj"]["now"] == "2:4 float32"

@@ -66,10 +66,11 @@ def test_a_folder_is_pruned(places, tmp_path, capsys):
 
 def test_options_reach_the_run(places, tmp_path, capsys):
     words = ["--pattern", "1:4", "--transposable", "--no-sequential", "--dtype", "bfloat16", "--skip", "q_proj", "--held-out", "0"]
-    words += ["--values", "int4", "--group", "32"]
+    words += ["--values", "int4", "--group", "32", "--dense-values", "int8"]
     assert prune(places / "llama", places / "a.txt", tmp_path / "out", *words, "--batch", "3", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["values"], facts["group"]) == ("int4", 32)
+    assert facts["dense values"]["values"] == "int8" and {"model.embed_tokens", "lm_head"} <= {*facts["dense values"]["layers"]}
     assert (facts["pattern"], facts["method"], facts["sequential"]) == ("1:4", "wanda(transposable=True)", False)
     assert facts["data"]["batches"] == 3 and facts["perplexity"] is None
     assert facts["left dense"]["model.layers.0.self_attn.q_proj"] == "named in skip"

@@ -64,7 +64,7 @@ def test_one_module_under_two_names(tmp_path):
         (layers("[3, 16, 24]", "[3, 16]"), r"layer 'experts.down_proj': its entry in the metadata is damaged \(ValueError: shape"),
         (layers("[3, 16, 24]", "[0, 16, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
         (layers("[3, 16, 24]", "[48, 24]"), "layer 'experts.down_proj': its entry in the metadata is damaged"),
-        (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model a experts"),
+        (layers('"experts"', '"experts_t"'), r"the file holds a stack of experts \(layout experts_t\), the model an experts"),
         (layers('"experts"', '"linear"'), "layer 'experts.down_proj'"),
         (layers('"experts"', '["experts"]'), "layer 'experts.down_proj': its entry in the metadata is damaged"),
         (layers("experts.down_proj", "head.down_proj"), r"'head.down_proj': the file holds a stack of experts .*, the model a linear"),

@@ -204,6 +204,25 @@ def test_a_head_is_tied_to_an_embedding_of_integers_that_was_saved_without_it(tm
         assert again.lm_head.values is again.model.embed_tokens.values and again.model.embed_tokens(IDS).dtype == dtype
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_integers_of_embeddings_can_be_offloaded(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    for name in ("llama-tied", "llama"):
+        model = with_dense_integers(name=name)
+        model.save_pretrained(tmp_path / name)
+        options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+        with torch.no_grad():
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / name, **options)
+            assert equal_bits(again(IDS).logits, logits(model))
+            if name == "llama":
+                again = AutoModelForCausalLM.from_pretrained(tmp_path / name, **options, offload_buffers=True)
+                assert equal_bits(again(IDS).logits, logits(model)) and again.model.embed_tokens.values.is_meta
+                continue
+        with pytest.raises(CheckpointError, match="an output head shares the integers of an embedding that device_map offloads"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, **options, offload_buffers=True)
+
+
 @pytest.mark.parametrize("values", ["int8", "int4"])
 def test_a_folder_is_as_small_as_in_theory(values: str, tmp_path: Path) -> None:
     """Bits per weight as in the guide to integers; what else there is, norms, names and steps of rows, takes less than 5 %."""

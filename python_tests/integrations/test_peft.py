@@ -875,3 +875,20 @@ def test_other_peft_features_with_lora(tmp_path: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         ready(input_ids=IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in ready.parameters() if p.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings")
+def test_heads_of_integers_are_adapted_and_embeddings_are_constants() -> None:
+    def model() -> nn.Module:
+        return nm.compress_(gpt2(), values="int8", dense=["lm_head"])  # and the embedding that is tied to it
+
+    lora = get_peft_model(model(), LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM"))
+    losses = train(lora, 5)
+    assert losses[-1] < losses[0] and type(lora.base_model.model.lm_head) is SparseLoraLinear
+    for options, match in (
+        ({"target_modules": ["wte"]}, "LORA does not support 'transformer.wte', a CompressedEmbedding"),
+        ({"modules_to_save": ["wte"]}, "includes 'transformer.wte', an embedding of integers, which are constants"),
+        ({"trainable_token_indices": [1]}, "would train rows of 'transformer.wte', an embedding of integers"),
+    ):
+        with pytest.raises(nm.NMError, match=match):
+            get_peft_model(model(), LoraConfig(**{"r": 4, "target_modules": ["lm_head"], "task_type": "CAUSAL_LM", **options}))
