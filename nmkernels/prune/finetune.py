@@ -39,6 +39,8 @@ from .results import Results, digest, owned
 CHECKPOINT = "checkpoint.pt"
 EVERY = 300.0
 """Seconds after which a checkpoint is written in any case."""
+CALIBRATION = 128
+"""The most windows on which integers are rounded again."""
 WARM_UP = 0.1
 """Share of the steps in which the learning rate rises; then it falls to zero as a cosine."""
 HOW = "## How it was fine-tuned"
@@ -64,8 +66,8 @@ def finetune_folder(
     """Fine-tune the compressed causal language model in a folder with its masks held, write it to another, and return its report.
 
     Weights are decoded and trained in float32 by ``MaskedAdamW``, the learning rate rising for a tenth of the steps and then falling to
-    zero as a cosine, and written in the dtype that they had; integers are rounded to the nearest again. An interrupted call resumes from
-    its last checkpoint, which is in a hidden folder next to ``out``, with the same result on the same machine.
+    zero as a cosine, and written in the dtype that they had; integers are rounded again, on the first windows. An interrupted call resumes
+    from its last checkpoint, which is in a hidden folder next to ``out``, with the same result on the same machine.
 
     Args:
         model_dir: what ``prune_folder`` or ``save_pretrained`` wrote; only read.
@@ -238,7 +240,8 @@ class _Tuning:
         """Finish and compress the model, write the folder, and return the facts of its report."""
         self.handle.finish()
         self.model.to(self.dtype)
-        compress_(self.model)
+        rounded = any(layer.integers is not None for layer in self.handle.layers.values())
+        compress_(self.model, data=[{"input_ids": ids[None].to(self.device)} for ids in self.windows[:CALIBRATION]] if rounded else None)
         after = self.perplexity("after")
         self.progress(0, 1, f"writing {out}")
         folder = self.work / out.name

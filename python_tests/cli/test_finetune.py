@@ -62,7 +62,7 @@ def masks(folder):
 def test_the_same_folder_with_better_weights(places, tmp_path, capsys, monkeypatch, name):
     before, out, models = content(places), tmp_path / "out", []
     compress = library.compress_
-    monkeypatch.setattr(library, "compress_", lambda model: models.append(compress(model)))
+    monkeypatch.setattr(library, "compress_", lambda model, data: models.append(compress(model, data=data)))
     assert tune(places / name, places / "cycle.txt", out, "--lr", "1e-2", "--dtype", "float32" if name == "float" else "bfloat16") == 0
     said = capsys.readouterr()
     facts = json.loads((out / "report.json").read_text())
