@@ -13,7 +13,7 @@ from .hessians import inverse_factor, wide
 from .solve import ATTEMPTS, damped, squared_error
 
 DAMPING = 0.1
-"""The damping of H. Less makes the error on the calibration data smaller, and that on other data larger."""
+"""The damping of H. With 0.01 the error is smaller on the calibration data, and larger on other data (MiniLM)."""
 BLOCK = 128
 """Columns between two updates of all others: whole groups, or one larger group."""
 SWEEPS = 2
