@@ -133,7 +133,9 @@ class _Tuning:
         self.dtype = next(p.dtype for p in self.model.parameters())
         self.teacher = None if self.teacher_dir is None else self._teacher(self.teacher_dir, settings, trusted)
         layers = sparse_layers(self.model)
-        weights = {name: layer.weight for name, layer in layers.items() if isinstance(layer, (CompressedLinear, CompressedStack))}
+        stored = {name: layer.weight for name, layer in layers.items() if isinstance(layer, (CompressedLinear, CompressedStack))}
+        weights = {name: weight for name, weight in stored.items() if weight.pattern.n < weight.pattern.m}
+        self.dense = {name: (weight.kind, weight.group) for name, weight in stored.items() if name not in weights}
         self.patterns = {name: str(weight.pattern) for name, weight in weights.items()}
         self.integers = {name: (weight.kind, weight.group) for name, weight in weights.items() if weight.step is not None}
         teaching = None if self.teacher is None else digest([self.teacher.state_dict()])
@@ -242,6 +244,9 @@ class _Tuning:
         self.model.to(self.dtype)
         rounded = any(layer.integers is not None for layer in self.handle.layers.values())
         compress_(self.model, data=[{"input_ids": ids[None].to(self.device)} for ids in self.windows[:CALIBRATION]] if rounded else None)
+        for values, group in dict.fromkeys(self.dense.values()):  # layers that stay dense, with integers
+            names = [name for name, form in self.dense.items() if form == (values, group)]
+            compress_(self.model, values=values, group=group, dense=names)
         after = self.perplexity("after")
         self.progress(0, 1, f"writing {out}")
         folder = self.work / out.name
@@ -265,7 +270,7 @@ class _Tuning:
             "model": self.source.resolve().name,
             "teacher": None if self.teacher_dir is None else self.teacher_dir.resolve().name,
             "patterns": self.patterns,
-            "values": sorted({kind for kind, _ in self.integers.values()}),
+            "values": sorted({kind for kind, _ in (*self.integers.values(), *self.dense.values())}),
             **self.options,
             "data": {"windows": len(self.windows), "length": self.windows.shape[1], "digest": self.digest},
             "held_out": {"tokens": sum(ids.numel() for ids in self.tests)} if self.tests else None,

@@ -34,12 +34,14 @@ def places(tmp_path_factory):
     """A dense model, what ``prune`` wrote of it in several forms, and a text; no test changes them."""
     root = tmp_path_factory.mktemp("finetune")
     saved(root / "dense", layers=2)
+    saved(root / "tied", "llama-tied", layers=2)
     write_text(root / "a.txt")
     (root / "cycle.txt").write_text(" ".join(WORDS * 20))
     options = {"method": "wanda", "held_out": batches(1)}
     prune_folder(root / "dense", "2:4", batches(), root / "float", **options)
     table = {"*.0.mlp.*": "1:4", "*.k_proj": "dense", "*.layers.*": "4:8"}
     prune_folder(root / "dense", table, batches(), root / "mixed", values="int4", group=32, dtype=torch.bfloat16, **options)
+    prune_folder(root / "tied", "2:4", batches(), root / "whole", dense_values="int8", **options)
     return root
 
 
@@ -51,6 +53,18 @@ def loaded(folder):
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model
+
+
+@pytest.mark.slow
+def test_embeddings_with_integers_are_rounded_again(places, tmp_path):
+    assert tune(places / "whole", places / "cycle.txt", tmp_path / "out", "--lr", "1e-2") == 0
+    before, after = loaded(places / "whole"), loaded(tmp_path / "out")
+    source, trained = before.state_dict(), after.state_dict()
+    assert {key: (t.dtype, t.shape) for key, t in trained.items()} == {key: (t.dtype, t.shape) for key, t in source.items()}
+    embedding = after.get_input_embeddings()
+    assert type(embedding).__name__ == "CompressedEmbedding" and after.lm_head.values.data_ptr() == embedding.values.data_ptr()
+    assert not equal_bits(before.get_input_embeddings().values, embedding.values)
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["values"] == ["int8"]
 
 
 def masks(folder):
