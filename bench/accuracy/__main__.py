@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     integers.add_argument("--models", nargs="+", default=["smollm2", "minilm"])
     integers.add_argument("--methods", nargs="+", metavar="METHOD", help="of nm.prune_, default all and the dense model")
     integers.add_argument("--out", type=Path, default=rounding.PATH, metavar="CSV")
+    heads = verbs.add_parser("embeddings", help="integers for the embedding and the output head of SmolLM2")
+    heads.set_defaults(do=lambda args: rounding.measure_embeddings())
     why = verbs.add_parser("short", help="training loss and masks of short runs of gpt, those of the matrix once more")
     why.set_defaults(do=lambda args: short.measure())
     report = verbs.add_parser("report", help="write the pages")

@@ -158,6 +158,10 @@ def write(check: bool, folder: Path = GUIDES, path: Path = oneshot.PATH, timed: 
     """Write the tables of both guides between their markers; see ``bench.tables.update``."""
     from . import rounding  # which takes names from here
 
-    named = {**texts(oneshot.load(path), load_csv(timed)), "rounding": rounding.text(rounding.load())}
+    named = {
+        **texts(oneshot.load(path), load_csv(timed)),
+        "rounding": rounding.text(rounding.load()),
+        "embeddings": rounding.embeddings_text(),
+    }
     marked = {(begin(name), END): text for name, text in named.items()}
     return max(tables.update(folder / name, marked, check, "bench.accuracy report") for name in ("oneshot.md", "quantized.md"))

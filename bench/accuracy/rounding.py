@@ -125,6 +125,43 @@ def load(path: Path = PATH) -> list[dict[str, str]]:
     return list({tuple(row[key] for key in COLUMNS[:5]): row for row in load_lines(path)}.values())
 
 
+EMBEDDINGS = RESULTS / "embeddings.csv"
+BOTH = ("embed_tokens", "lm_head")
+"""The embedding and the output head."""
+BODIES = {("dense", ""): "dense, bf16", (PATTERN, ""): "2:4, bf16", (PATTERN, "int8"): "2:4, int8", (PATTERN, "int4"): "2:4, int4"}
+"""(pattern, values) of all other linear layers -> the line of the table; 2:4 is by ADMM."""
+EMBEDDING_COLUMNS = ("model", "pattern", "values", "embeddings", "loss", "bytes", "data", "machine", "versions", "commit", "date")
+
+
+def measure_embeddings(name: str = "smollm2", path: Path = EMBEDDINGS) -> None:
+    """Append a row for each kind of integers in embedding and output head, to the nearest; bytes with floating-point numbers in 16 bits."""
+    it = model_of(name)
+    pruned = it.model().eval()
+    nm.prune_(pruned, PATTERN, it.calibration(SEQUENCES[name]), it.filter_fn, method=ON_DATA).finish(allow_unused=True)
+    for pattern, values in BODIES:
+        for kind in VALUES:
+            model = copy.deepcopy(pruned) if pattern == PATTERN else it.model().eval()
+            if pattern == PATTERN:
+                nm.compress_(model, values=values or None)
+            if kind:
+                nm.compress_(model, values=kind, dense=BOTH)
+            stored = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}.values()
+            size = sum(t.numel() * (2 if t.is_floating_point() else t.element_size()) for t in stored)
+            found = {"loss": round(it.evaluate(model)["val_loss"], 5), "bytes": size, "data": it.digest, **stamp()}
+            append_lines([{"model": name, "pattern": pattern, "values": values, "embeddings": kind, **found}], EMBEDDING_COLUMNS, path)
+
+
+def embeddings_text(path: Path = EMBEDDINGS) -> str:
+    """The table of the guide: loss and bytes by the values of the body (rows) and of embedding and head (columns)."""
+    rows = {(r["pattern"], r["values"], r["embeddings"]): r for r in load_lines(path)}
+    lines = [["layers", "embedding and head: bf16", "int8", "int4"]]
+    for body, title in BODIES.items():
+        found = [rows.get((*body, kind)) for kind in VALUES]
+        lines.append([title, *(f"{float(r['loss']):.3f}, {int(r['bytes']) / 1e6:.1f} MB" if r else "" for r in found)])
+    made = [", ".join(sorted({row[key] for row in rows.values()})) for key in ("machine", "versions", "date")]
+    return f"{table(lines)}\n\n*{'; '.join(made)}.*"
+
+
 LINES = {
     ("dense", "", ""): "dense",
     (PATTERN, "wanda", ""): "2:4, Wanda's mask",
