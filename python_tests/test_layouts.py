@@ -6,8 +6,8 @@ import torch
 import nmkernels as nm
 from nmkernels.layouts import EXPERTS_T, LAYOUTS, MATRICES, REDUCED, as_matrix, as_stored, matrix_shape, ordered
 
-STORED = {"linear": (6, 8), "conv1d": (8, 6), "conv2d": (6, 8, 3, 2), "experts": (3, 6, 8), "experts_t": (3, 8, 6)}
-MATRIX = {"linear": (6, 8), "conv1d": (6, 8), "conv2d": (6, 48), "experts": (18, 8), "experts_t": (18, 8)}
+STORED = {"linear": (6, 8), "embedding": (6, 8), "conv1d": (8, 6), "conv2d": (6, 8, 3, 2), "experts": (3, 6, 8), "experts_t": (3, 8, 6)}
+MATRIX = {"linear": (6, 8), "embedding": (6, 8), "conv1d": (6, 8), "conv2d": (6, 48), "experts": (18, 8), "experts_t": (18, 8)}
 
 
 def of_by_hand(tensor, layout):

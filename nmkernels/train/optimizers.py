@@ -191,21 +191,24 @@ def _before(a: Attachment, optimizer: torch.optim.Optimizer, args: tuple[Any, ..
     if size != a.size:
         _join(a)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    prepares = step.before(a, closure is not None)
-
-    def ready() -> None:
-        gradients.remove_idle(a)
-        if prepares:
-            getattr(a.optimizer, "prepare", gradients.prepare)(a)
-
+    prepare = getattr(a.optimizer, "prepare", gradients.prepare) if step.before(a, closure is not None) else None
+    idle = False
+    for layer in a.run.layers.values():
+        idle = idle or bool(layer.idle)
     if closure is None:
-        ready()
+        if idle:
+            gradients.remove_idle(a)
+        if prepare is not None:
+            prepare(a)
         return None
 
     # with a closure backward runs inside it, after this hook: the gradients exist only then
     def wrapped() -> Any:
         loss = closure()
-        ready()
+        if idle:
+            gradients.remove_idle(a)
+        if prepare is not None:
+            prepare(a)
         return loss
 
     return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
