@@ -301,8 +301,9 @@ def test_compressed_takes_what_the_dense_one_takes():
 
 
 @pytest.mark.slow
-def test_compiled_without_a_graph_break():
-    model = deployed(pruned(implementation="grouped_mm")).eval()
+@pytest.mark.parametrize("values", [None, "int4"])
+def test_compiled_without_a_graph_break(values):
+    model = deployed(pruned(implementation="grouped_mm"), values=values).eval()
     ids = tokens()[0]
     want = model(ids).logits
     torch._dynamo.reset()
