@@ -208,7 +208,7 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
         return replace(of_recipe(recipe, pattern), rank=rank_for(deployed(recipe).rank, shape))
     adapter = adapter_of(module) if isinstance(module, (NMWeight, CompressedLinear)) else None
     rules = of_layer(module) if isinstance(module, NMWeight) else Rules(pattern)
-    if isinstance(module, CompressedLinear) and module.weight.step is not None:
+    if isinstance(module, (CompressedLinear, CompressedStack)) and module.weight.step is not None:
         rules = replace(rules, values=module.weight.kind, group=module.weight.group)
     return rules if adapter is None else replace(rules, rank=int(adapter[0].shape[1]))
 
@@ -216,7 +216,7 @@ def _rules(module: nn.Module | None, recipe: Recipe | None, pattern: Pattern, sh
 def _weight(model: nn.Module, module: nn.Module | None, name: str) -> tuple[torch.dtype, bool]:
     """The dtype of a layer's weight, and whether it has a gradient."""
     if isinstance(module, (CompressedLinear, CompressedStack)):
-        return module.dtype if isinstance(module, CompressedLinear) else module.values.dtype, False
+        return module.dtype, False
     module = None if isinstance(module, StackedWeight) else module  # its Parameter belongs to another module
     try:
         weight = model.get_parameter(f"{name}.weight" if module is not None and name else "weight" if module is not None else name)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn.compress import check_rounding, rounded_layers
-from ..nn.compressed import CompressedLinear
+from ..nn.compress import Rounded, check_rounding, rounded_layers
+from ..nn.experts import CompressedStack, StackedWeight, by_expert, matrices_of
 from ..nn.weight import NMWeight
 from ..pattern import RecipeError
 from ..prune.data import call
@@ -27,7 +27,7 @@ class LayerRounding:
 
     Args:
         name: its name.
-        shape: of the weight, ``(out, in)``.
+        shape: of the weight, ``(out, in)``, with the matrices of all experts one below the other.
         pattern: N:M.
         group: dense columns that share a step, 0: all of a row.
         before, after: bytes of the compressed weight, with floating-point values and with integers.
@@ -89,8 +89,8 @@ def quantization_report(
         data: batches of what the model takes: a mapping of keyword arguments, a tuple or list of arguments, or a tensor.
 
     Raises:
-        RecipeError, OptionError, ShapeError: as ``compress_``; or the model has no linear layer with floating-point N:M weights, or sharded
-            ones.
+        RecipeError, OptionError, ShapeError: as ``compress_``; or the model has no floating-point N:M weights that can be rounded, or
+            sharded ones.
 
     Example:
         >>> import nmkernels as nm
@@ -104,27 +104,28 @@ def quantization_report(
     layers = {
         name: layer
         for name, layer in rounded_layers(verb, model, values, group).items()
-        if not (isinstance(layer, CompressedLinear) and layer.weight.step is not None)
+        if isinstance(layer, NMWeight) or layer.weight.step is None
     }
     if not layers:
         raise RecipeError(
-            f"{verb}: the model has no linear layer with floating-point N:M weights. Call it after handle.finish() and before "
+            f"{verb}: the model has no floating-point N:M weights that can be rounded. Call it after handle.finish() and before "
             "compress_(model, values=...)."
         )
     report, errors_of = QuantizationReport(values), {}
     for name, layer in layers.items():
         check_rounding(verb, name, layer, values, group)
-        if any(is_sharded(tensor) for tensor in (*layer.parameters(), *layer.buffers())):
+        own = [layer.parameter] if isinstance(layer, StackedWeight) else layer.parameters()
+        if any(is_sharded(tensor) for tensor in (*own, *layer.buffers())):
             raise RecipeError(f"{verb}: layer {name!r} is sharded; call it on a plain model.")
         with torch.no_grad():
-            errors_of[layer] = errors = _Errors(layer, values, group)
-            error = _ratio(*map(_square, errors.matrices()))
+            errors_of[layer] = errors = _Errors(model, name, layer, values, group)
+            error = _ratio(*(sum(map(_square, parts)) for parts in zip(*map(errors.matrices, range(len(errors.pairs))), strict=True)))
         weight, rounded = errors.weight, errors.rounded
         sizes = int(weight.shape[0]), int(weight.shape[1])
         report.layers.append(LayerRounding(name, sizes, str(weight.pattern), rounded.group, weight.nbytes, rounded.nbytes, error))
     if data is not None:
         modes = {module: module.training for module in model.modules()}
-        hooks = [layer.register_forward_pre_hook(errors.add, with_kwargs=True) for layer, errors in errors_of.items()]
+        hooks = [errors.module.register_forward_pre_hook(errors.add, with_kwargs=True) for errors in errors_of.values()]
         try:
             model.eval()
             with torch.no_grad():
@@ -141,28 +142,41 @@ def quantization_report(
 
 
 class _Errors:
-    """The weight of a layer, its rounded form, and the sums of squares of outputs: of their difference, and of the layer's own."""
+    """The weight of a layer, its rounded form, and the sums of squares of outputs: of their difference, and of the layer's own; ``module``
+    is called with the layer's inputs."""
 
-    def __init__(self, layer: NMWeight | CompressedLinear, values: str, group: int | None) -> None:
-        if isinstance(layer, NMWeight):
-            self.weight, self.order = ops.compress(layer.grouped.detach(), layer.pattern), layer.columns
-        else:
-            self.weight, self.order = layer.weight, layer.order
+    def __init__(self, model: nn.Module, name: str, layer: Rounded, values: str, group: int | None) -> None:
+        stacked = isinstance(layer, (StackedWeight, CompressedStack))
+        home, _, self.key = name.rpartition(".")
+        self.module = model.get_submodule(home) if stacked else layer
+        self.weight = ops.compress(layer.grouped.detach(), layer.pattern) if isinstance(layer, NMWeight) else layer.weight
+        self.order = layer.columns if isinstance(layer, NMWeight) else layer._buffers.get("columns")
         self.rounded = ops.quantize_values(self.weight, values, group)
+        experts = layer.experts if isinstance(layer, (StackedWeight, CompressedStack)) else 1
+        self.pairs = list(zip(*(matrices_of(weight, experts) for weight in (self.rounded, self.weight)), strict=True))
+        self.add = self._add_experts if stacked else self._add
         self.squares, self.ran = [0.0, 0.0], False
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """(Ŵ − W, W) in float32, whose columns have the order of the groups."""
-        dense = self.weight.dense(torch.float32)
-        return self.rounded.dense(torch.float32) - dense, dense
+    def matrices(self, expert: int = 0) -> tuple[Tensor, Tensor]:
+        """(Ŵ − W, W) in float32, of one expert if there are any; their columns have the order of the groups."""
+        rounded, dense = (weight.dense(torch.float32) for weight in self.pairs[expert])
+        return rounded - dense, dense
 
-    def add(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _add(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the layer's forward pass."""
-        self.ran, x = True, (*args, *kwargs.values())[0]
-        rows = x.reshape(-1, x.shape[-1]).float()
+        x = (*args, *kwargs.values())[0]
+        self._count(x.reshape(-1, x.shape[-1]), 0)
+
+    def _add_experts(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The same before that of an experts module."""
+        for expert, first, last in by_expert(module, None, *args, **kwargs):
+            self._count(last if self.key == "down_proj" else first, expert)
+
+    def _count(self, rows: Tensor, expert: int) -> None:
+        self.ran, rows = True, rows.float()
         rows = rows if self.order is None else rows.index_select(-1, self.order.long())
         with torch._C._DisableAutocast():
-            for i, matrix in enumerate(self.matrices()):
+            for i, matrix in enumerate(self.matrices(expert)):
                 self.squares[i] += _square(rows @ matrix.t())
 
 

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..layouts import EXPERTS, EXPERTS_T
+
 METHOD = "nmkernels"
 CARD = "README.md"
 HEADING = "## N:M sparse weights"
@@ -30,6 +32,11 @@ def is_dense(about: Any) -> bool:
     return isinstance(about, dict) and about.get("pattern") == "1:1" and "values" in about
 
 
+def rounds_experts(about: Any) -> bool:
+    """Whether such an entry is of a stack of experts with integers."""
+    return isinstance(about, dict) and about.get("layout") in (EXPERTS, EXPERTS_T) and "values" in about
+
+
 def first_of(layers: Mapping[str, Any]) -> str:
     """The layer under whose dense weight's name a folder with such a table has an empty tensor: the first sparse one, if there are any."""
     return min(layers, key=lambda name: (is_dense(layers[name]), name))
@@ -46,14 +53,16 @@ def integers_of(layers: Mapping[str, Any]) -> list[str]:
     return [f"{values}, a step per {'row' if group == '0' else f'{group} columns'}" for values, group in sorted(kinds)]
 
 
-def format_version(integers: bool, dense: bool = False) -> int:
-    """The format version of a folder: the first with its names, which never changed in folders."""
-    return 7 if dense else 5 if integers else 4
+def format_version(integers: bool, dense: bool = False, experts: bool = False) -> int:
+    """The format version of a folder: the first with its names, which never changed in folders. ``dense``, ``experts``: whether dense
+    weights and those of experts are integers."""
+    return 8 if experts else 7 if dense else 5 if integers else 4
 
 
 def config_entry(layers: dict[str, Any]) -> dict[str, Any]:
     """``quantization_config`` of a compressed model."""
-    version = format_version(bool(integers_of(layers)), any(map(is_dense, layers.values())))
+    entries = layers.values()
+    version = format_version(bool(integers_of(layers)), any(map(is_dense, entries)), any(map(rounds_experts, entries)))
     return {"quant_method": METHOD, "version": version, "layers": copy.deepcopy(layers)}
 
 

@@ -30,7 +30,7 @@ from .tensors import Contents, place, plain_modules, plain_names, quote, shorten
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""
 BUFFERS = ("values", "indices", "step", "columns")
-"""The buffers of a compressed layer. Each has the first two, but dense integers have no indices; a stack of experts has no others."""
+"""The buffers of a compressed layer. Each has the first two, but dense integers have no indices; a stack of experts has no columns."""
 DTYPES = {plain(dtype) for dtype in FLOATS}
 STACKS = (EXPERTS, EXPERTS_T)  # a tuple, because values from an untrusted file may not be hashable
 
@@ -223,7 +223,7 @@ def _announced(
     if bits and pattern.m == 1:
         packed = shared.setdefault((id(weight), f"{values.dtype} {steps}"), packed)
     if layout in STACKS:
-        return CompressedStack(packed, shape[0], layout, keep_dense)
+        return CompressedStack(packed, shape[0], layout, keep_dense, weight.dtype)
     layer = compressed_like(dense, packed, layout, keep_dense, None if rank is None else (empty(cols, rank), empty(rank, rows)))
     if columns:
         layer.register_buffer("columns", empty(cols, dtype=torch.int32))
@@ -252,7 +252,7 @@ def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[
         if not bool(step.isfinite().all()):
             raise _Unfit("a step is NaN or infinite; the file is damaged")
         present = values.numel() and not values.is_meta  # else it is offloaded
-        if present and values.dtype == torch.uint8 and pattern.kept(cols) % 2 and int(values[:, -1].max()) > 15:
+        if present and values.dtype == torch.uint8 and pattern.kept(cols) % 2 and int(values[..., -1].max()) > 15:
             raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
     elif not values.is_floating_point() or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
@@ -285,7 +285,7 @@ def _integers(about: Any, pattern: Pattern, layout: str, cols: int) -> tuple[int
         return 0, 0
     values, group = about.get("values"), about.get("group")
     fits = type(group) is int and (group == 0 or (0 < group <= cols and cols % group == 0 and group % pattern.m == 0))
-    if type(values) is not str or values not in BITS or not fits or layout not in MATRICES:
+    if type(values) is not str or values not in BITS or not fits or layout == CONV2D:
         raise _Unfit(f"its entry in the metadata is damaged: values {quote(values)} and group {quote(group)} for {cols} columns")
     return BITS[values], cols // group if group else 1
 

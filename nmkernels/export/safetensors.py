@@ -2,7 +2,8 @@
 
 Tensors have their names in the state dict of the compressed model, without wrappers (``torch.compile``, DDP): ``fqn.values`` and
 ``fqn.indices`` of a layer ``fqn``, ``fqn.nm_left`` and ``fqn.nm_right`` of a low-rank adapter, ``fqn.columns`` of reordered inputs; the
-stack of experts that was the Parameter ``fqn.name`` has ``fqn.nm_name.values`` ``(E, out, kept)`` and ``fqn.nm_name.indices``. Up to
+stack of experts that was the Parameter ``fqn.name`` has ``fqn.nm_name.values`` ``(E, out, kept)`` and ``fqn.nm_name.indices``, and for
+integers ``fqn.nm_name.step`` ``(E, out, steps)``. Up to
 version 5, ``save_compressed`` wrote ``fqn.weight.values`` and ``fqn.name.values``, which are read for ever; ``save_pretrained`` did not.
 
 Values that are integers have steps in ``fqn.step``, bfloat16 ``(out, in / group)``, or ``(out, 1)`` for one per row; a weight is
@@ -38,17 +39,17 @@ from ..ops.integers import kind_of
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
 from ..shards import is_sharded, local, whole
-from .card import is_dense
+from .card import is_dense, rounds_experts
 from .plan import BUFFERS, home_of, load
 from .tensors import Contents, Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
 """The ``format`` in files of ``save_pretrained``, which transformers sets; the other entries are the same."""
-VERSION = 7
-"""The newest version that can be read, and that of ``save_compressed`` if dense weights are integers; else it writes the one before. Files
-of ``save_pretrained``, whose names never changed, have the oldest that suffices: 7 if dense weights are integers, 5 if values are integers,
-4 if a weight is not a matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else 1."""
+VERSION = 8
+"""The newest version that can be read. ``save_compressed`` writes 8 if values of experts are integers, 7 if dense weights are, else 6.
+Files of ``save_pretrained``, whose names never changed, have the oldest that suffices: 8 and 7 as above, 5 if values are integers, 4 if a
+weight is not a matrix, 3 if inputs are reordered, 2 if a layer has an adapter, else 1."""
 
 
 def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -97,7 +98,7 @@ def save_compressed(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if layer.columns is not None:
             tensors[f"{name}.columns"] = layer.columns.to(torch.int32)
     entries = table(layers)
-    version = VERSION if any(map(is_dense, entries.values())) else VERSION - 1
+    version = 8 if any(map(rounds_experts, entries.values())) else 7 if any(map(is_dense, entries.values())) else 6
     about = {"format": FORMAT, "version": str(version), "layers": json.dumps(entries)}
     gatherer.write(path, tensors, about, lambda aliases: {"aliases": json.dumps(aliases)})
 
@@ -208,7 +209,7 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
     about: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
         shape = layer.whole_shape if isinstance(layer, CompressedLinear) else layer.shape
-        weight = layer.values if isinstance(layer, CompressedStack) else layer.parameter if isinstance(layer, NMWeight) else layer
+        weight = layer.parameter if isinstance(layer, NMWeight) else layer
         dtype = str(weight.dtype).removeprefix("torch.")
         entry: dict[str, Any] = {"pattern": str(layer.pattern), "shape": list(shape), "dtype": dtype, "layout": layer.layout}
         if layer.layout == CONV2D:
@@ -216,9 +217,9 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
         adapter = adapter_of(layer)
         if adapter is not None:
             entry["rank"] = int(adapter[0].shape[1])
-        if isinstance(layer, CompressedLinear) and "step" in layer._buffers:
-            steps = layer.state_dict()["step"].shape[1]  # there a part of a layer has the whole shape
-            entry |= {"values": kind_of(layer.values), "group": 0 if steps == 1 else shape[1] // steps}
+        if not isinstance(layer, NMWeight) and "step" in layer._buffers:
+            steps = layer.state_dict()["step"].shape[-1]  # there a part of a layer has the whole shape
+            entry |= {"values": kind_of(layer.values), "group": 0 if steps == 1 else shape[-1] // steps}
         if (layer.columns if isinstance(layer, NMWeight) else layer._buffers.get("columns")) is not None:
             entry["columns"] = True
         about[name] = entry
@@ -227,10 +228,13 @@ def table(layers: Mapping[str, Layer]) -> dict[str, dict[str, Any]]:
 
 def described(about: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The metadata of a file of ``save_pretrained`` with the table ``about``."""
-    version = max(
-        7 if is_dense(a) else 5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
-        for a in about.values()
-    )
+
+    def least(a: dict[str, Any]) -> int:
+        if rounds_experts(a) or is_dense(a):
+            return 8 if rounds_experts(a) else 7
+        return 5 if "values" in a else 4 if a["layout"] not in MATRICES else 3 if "columns" in a else 2 if "rank" in a else 1
+
+    version = max(map(least, about.values()))
     return {"version": str(version), "layers": json.dumps(about)}
 
 

@@ -44,7 +44,7 @@ from ..export.card import METHOD, config_entry, first_of, format_version, intege
 from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
 from ..export.tensors import Layer, place, sparse_layers, weight_name
-from ..layouts import MATRICES, as_matrix, ordered
+from ..layouts import CONV2D, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
 from ..nn.dense import dense_layout
@@ -79,7 +79,8 @@ class NMConfig(QuantizationConfigMixin):
         pattern: ``"N:M"``; required for a dense checkpoint.
         skip: layers that stay dense: full names, parts of names between dots, or either with shell wildcards (``*``, ``?``).
         keep_dense: see ``CompressedLinear``.
-        values: None for floating-point values; ``"int8"`` or ``"int4"`` for those of linear layers, as ``compress_`` rounds them.
+        values: None for floating-point values; ``"int8"`` or ``"int4"`` for those of linear layers and experts, as ``compress_`` rounds
+            them.
         group: columns that share a step, as for ``compress_``.
         layers: for a compressed checkpoint: layer name -> its entry in the table of ``save_compressed``.
         version: format version of that table.
@@ -171,12 +172,15 @@ class NMQuantizer(HfQuantizer):
             )
 
     def _agrees(self, about: Any) -> bool:
-        """Whether a layer of the checkpoint has the values and group of the config that was passed; only linear layers have integers."""
+        """Whether a layer of the checkpoint has the values and group of the config that was passed. Convolutions have no integers, and
+        up to version 7 experts had none."""
         config = self.quantization_config
-        if not isinstance(about, dict) or about.get("layout") not in MATRICES or is_dense(about):
+        if not isinstance(about, dict) or about.get("layout") == CONV2D or is_dense(about):
+            return True
+        if about.get("layout") in STACKS and "values" not in about:
             return True
         group, shape = about.get("group"), about.get("shape")
-        same = [0, *(shape[1:] if isinstance(shape, list) else ())] if group == 0 else [group]
+        same = [0, *(shape[-1:] if isinstance(shape, list) else ())] if group == 0 else [group]
         return about.get("values") == config.values and (config.group is None or config.group in same)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -310,10 +314,10 @@ class NMQuantizer(HfQuantizer):
             stored, pattern = weight.to(dense.dtype), str(config.pattern)
             layer: Layer
             if c.layout in STACKS:
-                layer = compressed_stack(stored, c.layout, pattern, config.keep_dense)
+                layer = compressed_stack(stored, c.layout, pattern, config.keep_dense, config.values, config.group)
             else:
                 packed = ops.compress(as_matrix(ordered(stored, c.layout), c.layout), pattern)
-                if config.values is not None and c.layout in MATRICES:
+                if config.values is not None and c.layout != CONV2D:
                     packed = ops.quantize_values(packed, config.values, config.group)
                 layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
             self._put(model, c.name, c.module, layer)

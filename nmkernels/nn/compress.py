@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 
 from .. import ops
 from ..arguments import whole_number
-from ..layouts import CONV1D, CONV2D, EMBEDDING, MATRICES, as_matrix, as_stored
+from ..layouts import CONV1D, CONV2D, EMBEDDING, as_matrix, as_stored
 from ..ops.compress import group_of
 from ..ops.integers import BITS
 from ..pattern import OptionError, RecipeError, ShapeError
@@ -44,7 +44,9 @@ MOST_NAMED = 5
 """How many layers a warning names."""
 data_rounders: list[Callable[..., dict[nn.Module, ops.Compressed]]] = []
 """What rounds layers on data; ``nmkernels.prune`` registers its ``round_on_data`` here."""
-FLOATING = "experts and convolutions keep floating-point values, not {}: {}."
+FLOATING = "convolutions keep floating-point values, not {}: {}."
+Rounded = NMWeight | CompressedLinear | CompressedStack
+"""What has values that may become integers."""
 
 
 def compress_(
@@ -65,8 +67,8 @@ def compress_(
 
     Under tensor parallelism (``parallelize_module``) every rank compresses its part, and the layers take and return DTensors as before.
 
-    With ``values`` the kept values of linear layers become integers with a step (``ops.quantize_values``), also in layers that are
-    compressed already, which stay the same modules. Inputs stay in their dtype. Experts and convolutions keep floating-point values, with a
+    With ``values`` the kept values of linear layers and experts become integers with a step (``ops.quantize_values``), also in layers that
+    are compressed already, which stay the same modules. Inputs stay in their dtype. Convolutions keep floating-point values, with a
     warning that names them. ``nm.quantization_report`` shows beforehand what rounding costs in each layer.
 
     Values are rounded to the nearest, or with ``data`` so that integers make up for each other's errors: the positions of kept values are
@@ -111,7 +113,7 @@ def compress_(
     chosen = dense_layers("compress_", model, dense, values, group)
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
     if values is None and group is None:
-        rounds: dict[str, NMWeight | CompressedLinear] = {name: layer for name, layer in layers.items() if layer.integers is not None}
+        rounds: dict[str, Rounded] = {name: layer for name, layer in layers.items() if layer.integers is not None}
     else:
         rounds = rounded_layers("compress_", model, None if values == "float" else values, group)
     if chosen:
@@ -153,11 +155,12 @@ def compress_(
 
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks.items()
-        compress_stacks_(module, {key: CompressedStack(packed(s), s.experts, s.layout, keep_dense) for key, s in stacks})
+        made_of = {key: CompressedStack(packed(s), s.experts, s.layout, keep_dense, s.weight.dtype) for key, s in stacks}
+        compress_stacks_(module, made_of)
     single = [layer for layer in layers.values() if not isinstance(layer, StackedWeight)]
     replace_each_(model, {s: compressed_like(s, packed(s), s.layout, keep_dense, adapter_of(s), s.columns) for s in single})
     for one in rounds.values():
-        if isinstance(one, CompressedLinear):
+        if not isinstance(one, NMWeight):
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
                 one.round_(made.get(one) or ops.quantize_values(one.weight, *forms[one]))
@@ -166,20 +169,20 @@ def compress_(
     return model
 
 
-def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int | None) -> dict[str, NMWeight | CompressedLinear]:
-    """The sparse linear layers of ``model``, by name, whose values become ``values``, or are that already; a warning names other layers."""
+def rounded_layers(verb: str, model: nn.Module, values: str | None, group: int | None) -> dict[str, Rounded]:
+    """The sparse layers of ``model``, by name, whose values become ``values``, or are that already; a warning names convolutions."""
     check_values(verb, values, group)
     if values is None:
         return {}
-    layers: dict[str, NMWeight | CompressedLinear] = {}
+    layers: dict[str, Rounded] = {}
     floating = []
     for name, module in model.named_modules():
         if not isinstance(module, (NMWeight, CompressedLinear, CompressedStack)) or has_dense_integers(module):
             continue
-        if isinstance(module, CompressedStack) or module.layout not in MATRICES:
-            floating.append(layer_name(name, module))
+        if module.layout == CONV2D:
+            floating.append(name)
         else:
-            layers[name] = module
+            layers[layer_name(name, module)] = module
     if floating:
         warnings.warn(f"{verb}: {FLOATING.format(values, names_of(floating))}", stacklevel=3)
     return layers
@@ -213,10 +216,10 @@ def names_of(layers: list[str]) -> str:
     return f"{', '.join(layers[:MOST_NAMED])}{f' and {len(layers) - MOST_NAMED} more' if len(layers) > MOST_NAMED else ''}"
 
 
-def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, values: Any, group: int | None) -> None:
+def check_rounding(verb: str, name: str, layer: Rounded, values: Any, group: int | None) -> None:
     """Raise ``NMError`` unless the values of ``layer`` can be rounded, or are such integers already."""
     what = f"{verb}: layer {name!r}"
-    if isinstance(layer, CompressedLinear) and layer.weight.step is not None:
+    if not isinstance(layer, NMWeight) and layer.weight.step is not None:
         present = layer.weight
         wanted = present.group if group in (None, present.shape[1]) and not present.group else group
         if present.kind != values or wanted not in (None, present.group):
@@ -226,7 +229,7 @@ def check_rounding(verb: str, name: str, layer: NMWeight | CompressedLinear, val
                 "point weights, from a file or dense checkpoint. nm.densify_(model) gives dense layers with the rounded weights."
             )
         return
-    if isinstance(layer, CompressedLinear):
+    if not isinstance(layer, NMWeight):
         weights, cols = layer.values, layer.in_features
     else:
         if not layer.finished:

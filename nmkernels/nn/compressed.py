@@ -321,37 +321,16 @@ class CompressedLinear(nn.Module):
         self._direct = Routes()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        stored = state_dict.get(f"{prefix}values")
-        kind, stored_kind = kind_of(self.values), kind_of(stored) if isinstance(stored, Tensor) else ""
-        if stored_kind in ("", kind):
-            super()._load_from_state_dict(state_dict, prefix, *rest)
+        problem = other_kind(self.values, state_dict, prefix)
+        if problem:
+            rest[-1].append(problem)  # torch's list of errors
         else:
-            how = "" if stored_kind == "float" else f", values={stored_kind!r}"
-            rest[-1].append(  # torch's list of errors
-                f"{prefix}values are {stored_kind} in the state dict and {kind} in this layer, and loading converts neither. Build a model "
-                f"with {stored_kind} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
-            )
+            super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()  # a hook may have changed the buffers
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         self._forget()  # free copies on the old device
-        step = self._buffers.get("step")
-        if step is None:
-            return super()._apply(fn, *args, **kwargs)
-        constants = step, self.values, self.indices
-
-        def moved(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            if not any(tensor is one for one in constants):
-                return new
-            new = tensor.to(new.device) if new.dtype != tensor.dtype else new  # integers and their steps are not cast
-            if self.pattern.m == 1 and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
-                tensor.data = new  # as torch moves Parameters: an embedding and the output head tied to it have the same tensors
-                return tensor
-            return new
-
-        self._dtype = fn(step.new_empty(0, dtype=self._dtype)).dtype
-        return super()._apply(moved, *args, **kwargs)
+        return super()._apply(uncast(self, fn), *args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedLinear:
         self._forget()
@@ -457,6 +436,42 @@ def is_order(columns: Tensor, count: int) -> bool:
     """Whether ``columns`` is a permutation of ``count`` numbers."""
     plausible = columns.dtype in (torch.int32, torch.int64) and tuple(columns.shape) == (count,)
     return plausible and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
+
+
+def uncast(module: Any, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn`` as ``nn.Module._apply`` of a compressed ``module`` takes it: integers and their steps are moved and not cast, and the dtype of
+    the dense layer is cast instead.
+    """
+    step = module._buffers.get("step")
+    if step is None:
+        return fn
+    constants = step, module.values, module.indices
+    module._dtype = fn(step.new_empty(0, dtype=module._dtype)).dtype
+
+    def moved(tensor: Tensor) -> Tensor:
+        new = fn(tensor)
+        if not any(tensor is one for one in constants):
+            return new
+        new = tensor.to(new.device) if new.dtype != tensor.dtype else new
+        if module.pattern.m == 1 and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
+            tensor.data = new  # as torch moves Parameters: an embedding and the output head tied to it have the same tensors
+            return tensor
+        return new
+
+    return moved
+
+
+def other_kind(values: Tensor, state_dict: Mapping[str, Any], prefix: str) -> str:
+    """The error message where ``state_dict`` has values of another kind than ``values``; empty if it has not."""
+    stored = state_dict.get(f"{prefix}values")
+    kind, stored_kind = kind_of(values), kind_of(stored) if isinstance(stored, Tensor) else ""
+    if stored_kind in ("", kind):
+        return ""
+    how = "" if stored_kind == "float" else f", values={stored_kind!r}"
+    return (
+        f"{prefix}values are {stored_kind} in the state dict and {kind} in this layer, and loading converts neither. Build a model "
+        f"with {stored_kind} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
+    )
 
 
 def _parts(weight: ops.Compressed) -> tuple[Tensor, ...]:

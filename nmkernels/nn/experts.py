@@ -22,9 +22,9 @@ from ..arguments import whole_number
 from ..autograd.transforms import WeightTransform
 from ..gemm.choose import Routes
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
-from ..pattern import DtypeError, NMError, Pattern, PatternLike, ShapeError
+from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from .classes import change_class_, class_of
-from .compressed import CompressedLinear
+from .compressed import CompressedLinear, other_kind, uncast
 from .weight import NMWeight, warn_if_changed
 
 PREFIX = "nm_"
@@ -232,9 +232,10 @@ class CompressedStack(nn.Module):
         weight: the compressed matrices one below the other, ``(E·out, in)``, a constant.
         experts: E.
         layout: how the dense model stores them, ``"experts"`` ``(E, out, in)`` or ``"experts_t"`` ``(E, in, out)``.
-        keep_dense: as for ``CompressedLinear``.
+        keep_dense, dtype: as for ``CompressedLinear``.
 
-    The buffers are ``values`` ``(E, out, kept)`` and ``indices`` ``(E, out, bytes)``.
+    The buffers are ``values`` ``(E, out, kept)``, ``indices`` ``(E, out, bytes)``, and for integers ``step`` ``(E, out, steps)``, which
+    stays bfloat16 when the module is cast.
 
     Example:
         >>> stack = CompressedStack(ops.compress(torch.randn(3 * 4, 8), "2:4"), experts=3)
@@ -246,8 +247,16 @@ class CompressedStack(nn.Module):
     """Tells transformers that there is nothing to initialise."""
     values: Tensor
     indices: Tensor
+    step: Tensor
 
-    def __init__(self, weight: ops.Compressed, experts: int, layout: str = EXPERTS, keep_dense: bool = False) -> None:
+    def __init__(
+        self,
+        weight: ops.Compressed,
+        experts: int,
+        layout: str = EXPERTS,
+        keep_dense: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         rows, cols = (int(size) for size in weight.shape)
         experts = whole_number(ShapeError, "CompressedStack: experts", experts)
@@ -255,20 +264,36 @@ class CompressedStack(nn.Module):
             raise ShapeError(f"CompressedStack: {rows} rows cannot be divided among {experts} experts.")
         if layout not in (EXPERTS, EXPERTS_T):
             raise ShapeError(f"CompressedStack: layout {layout!r} is unknown; choose {EXPERTS} or {EXPERTS_T}.")
-        if weight.step is not None:
-            raise DtypeError(f"CompressedStack: the weight has {weight.kind} values; experts take floating-point ones.")
         self.pattern: Pattern = weight.pattern
         self.layout, self.keep_dense = layout, keep_dense
         self.experts, self.out_features, self.in_features = experts, rows // experts, cols
-        self.register_buffer("values", weight.values.view(experts, self.out_features, -1))
-        self.register_buffer("indices", weight.indices.view(experts, self.out_features, -1))
-        self._layers = Routes()
+        self._dtype = dtype or torch.get_default_dtype()
+        self._put(weight)
+
+    def _put(self, weight: ops.Compressed) -> None:
+        size = self.experts, self.out_features
+        for name, tensor in (("values", weight.values), ("indices", weight.indices), ("step", weight.step)):
+            if tensor is not None:
+                # as in CompressedLinear, dense integers have no indices
+                self.register_buffer(name, tensor.unflatten(0, size), persistent=name != "indices" or tensor.shape[1] > 0)
+        self._forget()
 
     @property
     def weight(self) -> ops.Compressed:
         """The compressed matrices one below the other, ``(E·out, in)``, as a view of the module's buffers."""
-        shape = self.experts * self.out_features, self.in_features
-        return ops.Compressed(self.values.flatten(0, 1), self.indices.flatten(0, 1), self.pattern, shape)
+        shape, step = (self.experts * self.out_features, self.in_features), self._buffers.get("step")
+        parts = self.values.flatten(0, 1), self.indices.flatten(0, 1)
+        return ops.Compressed(*parts, self.pattern, shape, None if step is None else step.flatten(0, 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values, or with integers of the dense stack that it replaces."""
+        return self.values.dtype if self._buffers.get("step") is None else self._dtype
+
+    def round_(self, weight: ops.Compressed) -> None:
+        """Take ``weight`` ``(E·out, in)``, whose values are integers with a step, instead of the one with floating-point values."""
+        self._dtype = self.dtype
+        self._put(weight)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -283,7 +308,7 @@ class CompressedStack(nn.Module):
 
     def dense(self) -> Tensor:
         """The dense stack, as the dense model stores it."""
-        return as_stored(self.weight.dense(), self.layout, self.stored_shape)
+        return as_stored(self.weight.dense(self.dtype), self.layout, self.stored_shape)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """y = x Wₑᵀ ``(tokens, out)`` for tokens x ``(tokens, in)`` sorted by expert, with ``counts[e]`` tokens of expert e."""
@@ -293,25 +318,29 @@ class CompressedStack(nn.Module):
     @property
     def layers(self) -> list[CompressedLinear]:
         """One layer for each expert, with views of the buffers."""
-        values, indices, layers = self._layers.get("layers", (None, None, []))
+        made_of = self.values, self.indices, self._buffers.get("step"), self.keep_dense
+        before, layers = self._layers.get("layers", ((), []))
         # moving or loading the module replaces its buffers
-        if values is not self.values or indices is not self.indices:
-            shape = self.out_features, self.in_features
-            forms = (ops.Compressed(v, i, self.pattern, shape) for v, i in zip(self.values, self.indices, strict=True))
-            layers = [CompressedLinear(form, keep_dense=self.keep_dense).train(self.training) for form in forms]
-            self._layers.put("layers", (self.values, self.indices, layers))
+        if len(before) != len(made_of) or any(old is not new for old, new in zip(before, made_of, strict=True)):
+            forms, dtype = matrices_of(self.weight, self.experts), self.dtype
+            layers = [CompressedLinear(form, keep_dense=self.keep_dense, dtype=dtype).train(self.training) for form in forms]
+            self._layers.put("layers", (made_of, layers))
         return layers
 
     def _forget(self) -> None:
         self._layers = Routes()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        problem = other_kind(self.values, state_dict, prefix)
+        if problem:
+            rest[-1].append(problem)  # torch's list of errors
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
         self._forget()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         self._forget()
-        return super()._apply(*args, **kwargs)
+        return super()._apply(uncast(self, fn), *args, **kwargs)
 
     def train(self, mode: bool = True) -> CompressedStack:
         self._forget()
@@ -319,23 +348,40 @@ class CompressedStack(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, pattern={self.pattern}, dtype={self.values.dtype}, layout={self.layout}"
+        weight = self.weight
+        integers = "" if weight.step is None else f"values={weight.kind}, group={weight.group or 'row'}, "
+        return f"{sizes}, pattern={self.pattern}, {integers}dtype={self.dtype}, layout={self.layout}"
+
+
+def matrices_of(weight: ops.Compressed, experts: int) -> list[ops.Compressed]:
+    """The matrices ``(out, in)`` of a compressed stack ``(E·out, in)``, as views."""
+    rows, cols = (int(size) for size in weight.shape)
+    shape, size = (rows // experts, cols), (experts, rows // experts)
+    values, indices = weight.values.unflatten(0, size), weight.indices.unflatten(0, size)
+    steps = [None] * experts if weight.step is None else weight.step.unflatten(0, size)
+    return [ops.Compressed(v, i, weight.pattern, shape, step) for v, i, step in zip(values, indices, steps, strict=True)]
 
 
 def by_expert(module: nn.Module, keep: Tensor | None, *args: Any, **kwargs: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each expert of a dense experts module that has tokens in a call: its number, its tokens ``(tokens, hidden)``, and what its last
-    matrix multiplies. ``keep``: which tokens count; None for all.
+    """For each expert of an experts module, dense, finished or compressed, that has tokens in a call: its number, its tokens
+    ``(tokens, hidden)``, and what its last matrix multiplies. ``keep``: which tokens count; None for all.
     """
     experts: Any = module
-    x, numbers = tuple(inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values())[1:3]
+    forward = getattr(module, "dense_type", type(module)).forward
+    x, numbers = tuple(inspect.signature(forward).bind(module, *args, **kwargs).arguments.values())[1:3]
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    weight = experts.get_parameter(first)
-    matrices = weight.transpose(1, 2) if experts.is_transposed else weight
-    for expert, matrix in enumerate(matrices):
+    stack = experts.stacks.get(first) if isinstance(module, CompressedExperts) else None
+    weight = experts.get_parameter(first) if stack is None else stack
+    for expert in range(len(weight) if stack is None else stack.experts):
         chosen = (numbers == expert).any(-1)
-        tokens = x[chosen if keep is None else chosen & keep].to(matrix.dtype)
+        tokens = x[chosen if keep is None else chosen & keep].to(weight.dtype)
         if len(tokens):
-            y = F.linear(tokens, matrix, experts.get_parameter(f"{first}_bias")[expert] if experts.has_bias else None)
+            bias = experts.get_parameter(f"{first}_bias")[expert] if experts.has_bias else None
+            if stack is None:
+                y = F.linear(tokens, weight[expert].t() if experts.is_transposed else weight[expert], bias)
+            else:
+                y = stack.layers[expert](tokens)
+                y = y if bias is None else y + bias
             yield expert, tokens, experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
 
 
@@ -394,7 +440,7 @@ class CompressedExperts(_InFront):
         """Multiply each token by its expert's matrix of the stack ``name``, and add that expert's bias."""
         stack = self.stacks.get(name)
         if stack is not None:
-            y = stack(x if torch.is_autocast_enabled(x.device.type) else x.to(stack.values.dtype), counts)
+            y = stack(x if torch.is_autocast_enabled(x.device.type) else x.to(stack.dtype), counts)
         else:
             weight = self.get_parameter(name)
             matrices = weight.transpose(1, 2) if self.is_transposed else weight
@@ -462,8 +508,11 @@ def expand_stacks_(module: CompressedExperts) -> nn.Module:
     return module
 
 
-def compressed_stack(weight: Tensor, layout: str, pattern: PatternLike, keep_dense: bool = False) -> CompressedStack:
-    """Compress an N:M stack, passed as the dense model stores it."""
+def compressed_stack(
+    weight: Tensor, layout: str, pattern: PatternLike, keep_dense: bool = False, values: str | None = None, group: int | None = None
+) -> CompressedStack:
+    """Compress an N:M stack, passed as the dense model stores it; with ``values``, its values become integers."""
     with torch.no_grad():
         packed = ops.compress(as_matrix(ordered(weight.detach(), layout), layout), Pattern(pattern))
-    return CompressedStack(packed, int(weight.shape[0]), layout, keep_dense)
+        packed = packed if values is None else ops.quantize_values(packed, values, group)
+    return CompressedStack(packed, int(weight.shape[0]), layout, keep_dense, weight.dtype)

@@ -31,7 +31,7 @@ from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
 from ..export.tensors import INDEX, Layer, weight_name
 from ..files import atomic_write, sync, writing
-from ..layouts import MATRICES, as_matrix, as_stored, matrix_shape
+from ..layouts import CONV2D, as_matrix, as_stored, matrix_shape
 from ..nn.compress import check_values, compressed_like
 from ..nn.dense import dense_integers, dense_layout, why_not_dense
 from ..nn.experts import CompressedStack, child_name
@@ -115,7 +115,7 @@ def prune_folder(
         out: the folder to write; new or empty.
         device: where blocks are computed and solved, ``"cuda"`` for instance; default the CPU.
         dtype: of the weights, computed with and written; default that of the file.
-        values, group: integers of 8 or 4 bits as values, as for ``prune_``; experts and convolutions keep floating-point ones.
+        values, group: integers of 8 or 4 bits as values, as for ``prune_``; convolutions keep floating-point ones.
         dense_values: ``"int8"`` or ``"int4"``: integers for embeddings, output heads and other linear layers that stay dense, except tiny
             ones, as by ``compress_(model, values=..., dense=[...])``.
         held_out: batches with ``input_ids`` on which the perplexity of a causal language model is measured before and after.
@@ -354,13 +354,16 @@ class _Run:
     def _layer(self, c: LayerCandidate) -> Layer:
         """The compressed layer that replaces ``c``, without data."""
         (rows, cols), p = c.matrix_shape, self.pruning.patterns[c.name]
+        dtype = c.module.get_parameter(c.key).dtype
         with torch.device("meta"):
-            values = torch.empty(rows, p.kept(cols), dtype=c.module.get_parameter(c.key).dtype)
+            values = torch.empty(rows, p.kept(cols), dtype=dtype)
             indices = torch.empty(rows, p.index_bytes(cols), dtype=torch.uint8)
         weight = Compressed(values, indices, p, (rows, cols))
-        if self.pruning.integers is not None and c.layout in MATRICES:
+        if self.pruning.integers is not None and c.layout != CONV2D:
             weight = ops.quantize_values(weight, *self.pruning.integers)
-        return CompressedStack(weight, c.shape[0], c.layout) if c.layout in STACKS else compressed_like(c.module, weight, c.layout)
+        if c.layout in STACKS:
+            return CompressedStack(weight, c.shape[0], c.layout, dtype=dtype)
+        return compressed_like(c.module, weight, c.layout)
 
     def _dense_layer(self, name: str, module: nn.Module) -> Layer:
         """The layer with integers that replaces the dense ``module``, without data."""

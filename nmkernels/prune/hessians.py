@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layouts import CONV2D, MATRICES
-from ..nn.experts import by_expert
+from ..nn.experts import by_expert, child_name
+from ..ops import Compressed
 from ..train.layer_names import listed
 from ..train.sparsify import LayerCandidate
 from .ranks import ranks
@@ -55,6 +56,15 @@ def problems_of(c: LayerCandidate, source: str) -> list[PruningProblem]:
     return [PruningProblem(c, f"{home}/{end}/{expert}", expert) for expert in range(c.shape[0])]
 
 
+def joined(parts: Sequence[Compressed], shape: tuple[int, int]) -> Compressed:
+    """The matrix of a layer ``(rows, in)`` from those of its problems, one below the other."""
+    if len(parts) == 1:
+        return parts[0]
+    values, indices = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "indices"))
+    steps = [part.step for part in parts if part.step is not None]
+    return Compressed(values, indices, parts[0].pattern, shape, torch.cat(steps) if steps else None)
+
+
 class Hessians:
     """The Hessians of ``problems``, by source."""
 
@@ -64,7 +74,9 @@ class Hessians:
         self._problems = {p.source: p for p in reversed(problems)}  # of layers with one input the first speaks for all
         self._lost: list[tuple[int, str, Tensor]] = []  # (batch, source, how many tokens)
         for source, p in self._problems.items():
-            weight, cols = getattr(p.candidate.module, p.candidate.key), p.shape[1]
+            module, key, cols = p.candidate.module, p.candidate.key, p.shape[1]
+            stack = module._modules.get(child_name(key))  # of experts that are sparse or compressed already
+            weight: Any = getattr(module, key) if stack is None else stack.weight
             self.sums[source] = torch.zeros(cols, cols, dtype=wide(weight.dtype), device=weight.device)
             self.tokens[source] = torch.zeros((), dtype=torch.int64, device=weight.device)
 

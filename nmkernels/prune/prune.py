@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layouts import MATRICES, as_stored
+from ..layouts import CONV2D, MATRICES, as_stored
 from ..nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ..nn.compress import check_values
 from ..nn.experts import layer_name
@@ -37,7 +37,7 @@ from ..train.report import FILTERED, Entry, Pruned, Report
 from ..train.sparsify import FilterFn, LayerCandidate, candidates, check_groups, make_handle_, select
 from .base import OneShot, resolve, text
 from .data import batches_of, call, size_of
-from .hessians import Hessians, PruningProblem, exact_gemms, problems_of
+from .hessians import Hessians, PruningProblem, exact_gemms, joined, problems_of
 from .progress import Progress, Tell
 from .ranks import agree, gathered, ranks, together
 from .relay import TRIAL, Forward, Relay, Unit, log
@@ -97,10 +97,10 @@ def prune_(
         forward: ``forward(model, batch)`` for a model that is called in another way.
         blocks: names of modules whose children are the blocks; [] for none.
         permute: first reorder hidden channels between layers, where that is possible without changing the model, so that more is kept.
-        values, group: ``"int8"`` or ``"int4"``: kept values of linear layers are also rounded to integers, which make up for each other's
-            errors, and each block gets its inputs from rounded ones; the report has the error with them too. The weights themselves stay
-            floating-point, and ``compress_(model)`` stores the integers if no weight was changed since. To fine-tune first, leave
-            ``values`` out, and call ``compress_(model, values=..., data=...)`` afterwards.
+        values, group: ``"int8"`` or ``"int4"``: kept values of linear layers and experts are also rounded to integers, which make up for
+            each other's errors, and each block gets its inputs from rounded ones; the report has the error with them too. The weights
+            themselves stay floating-point, and ``compress_(model)`` stores the integers if no weight was changed since. To fine-tune first,
+            leave ``values`` out, and call ``compress_(model, values=..., data=...)`` afterwards.
         progress: True shows the time left, by tqdm on a terminal or in a notebook if it is installed, else as lines on stderr. Or a
             function, called with (done, total, what) before each block. The same is logged to ``nmkernels.prune``.
 
@@ -187,7 +187,7 @@ def hold_(
     for name, layer in handle.layers.items():
         packed, integers = forms[name]
         layer.effective.pruned, layer.effective.rounded = packed, rounded.get(name)
-        layer.integers = integers if layer.layout in MATRICES else None
+        layer.integers = None if layer.layout == CONV2D else integers
     return handle
 
 
@@ -365,19 +365,18 @@ class Pruning:
         solved = {name: result for part in gathered(solved) for name, result in part.items()}
         progress.did("solve", sum(self._cost(*p.shape) for p in problems if p.name not in mine))  # meanwhile, by other ranks
         for c in unit.layers:
-            parts = [solved[p.name][0] for p in problems if p.candidate is c]
-            values, indices = torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
-            done.layers[c.name] = Compressed(values, indices, self.patterns[c.name], c.matrix_shape)
-            rounded = solved[c.name][1] if c.name in solved else None  # of experts each one is a problem
-            if rounded is not None:
-                done.rounded[c.name] = rounded
+            parts = [solved[p.name] for p in problems if p.candidate is c]
+            done.layers[c.name] = joined([packed for packed, _, _ in parts], c.matrix_shape)
+            rounded = [weight for _, weight, _ in parts if weight is not None]
+            if rounded:
+                done.rounded[c.name] = joined(rounded, c.matrix_shape)
         done.rows = {p.name: solved[p.name][2] for p in problems}
         return done
 
     def _solved(self, p: PruningProblem, matrix: Tensor, h: Tensor, tokens: int) -> tuple[Compressed, Compressed | None, Pruned]:
         """One matrix pruned, and rounded if its layer is; on the CPU."""
         packed, row = solve(self.method, matrix, h, tokens, self.patterns[p.candidate.name])
-        if self.integers is None or p.candidate.layout not in MATRICES:
+        if self.integers is None or p.candidate.layout == CONV2D:
             return packed.to("cpu"), None, row
         begin = time.monotonic()
         rounded, error = round_values(packed, *self.integers, h, tokens), None

@@ -10,21 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import ops
-from ..nn.compressed import CompressedLinear
+from ..nn.compress import Rounded
+from ..nn.experts import CompressedStack, StackedWeight, matrices_of
 from ..nn.weight import NMWeight
 from ..pattern import NMError, RecipeError
 from ..shards import is_sharded
 from ..train.layer_names import listed
 from ..train.sparsify import LayerCandidate
 from .data import batches_of, call
-from .hessians import Hessians, exact_gemms, problems_of
+from .hessians import Hessians, exact_gemms, joined, problems_of
 from .prune import SCARCE, shared
 from .ranks import agree, gathered, ranks, together
 from .relay import Relay, Unit
 from .rounding import round_values
-
-Weight = NMWeight | CompressedLinear
-"""A finished sparse layer, or a compressed one with floating-point values."""
 
 SAID = {
     "prune_:": "compress_:",
@@ -35,7 +33,7 @@ SAID = {
 
 
 def round_on_data(
-    model: nn.Module, layers: Mapping[str, Weight], forms: Mapping[nn.Module, tuple[str, int | None]], data: Iterable[Any]
+    model: nn.Module, layers: Mapping[str, Rounded], forms: Mapping[nn.Module, tuple[str, int | None]], data: Iterable[Any]
 ) -> dict[nn.Module, ops.Compressed]:
     """The weights of ``layers`` rounded to ``forms``, (values, group), each for the inputs that it gets in ``data`` from rounded layers
     before it. The model is then as it was, also after an error.
@@ -53,12 +51,13 @@ def round_on_data(
 
 
 def _rounded(
-    model: nn.Module, layers: Mapping[str, Weight], forms: Mapping[nn.Module, tuple[str, int | None]], data: Iterable[Any]
+    model: nn.Module, layers: Mapping[str, Rounded], forms: Mapping[nn.Module, tuple[str, int | None]], data: Iterable[Any]
 ) -> dict[nn.Module, ops.Compressed]:
-    chosen = [LayerCandidate(name, layer, layer.shape, layout=layer.layout) for name, layer in layers.items()]
+    chosen = [_candidate(model, name, layer) for name, layer in layers.items()]
     with together():
         for name, layer in layers.items():
-            if any(is_sharded(t) for t in (*layer.parameters(), *layer.buffers())):
+            own = [layer.parameter] if isinstance(layer, StackedWeight) else layer.parameters()
+            if any(is_sharded(t) for t in (*own, *layer.buffers())):
                 raise RecipeError(f"compress_: layer {name!r} is sharded, and data= takes whole weights; compress_ a plain model.")
         relay = Relay(model, chosen, batches_of(data, model), call)
     rounded: dict[nn.Module, ops.Compressed] = {}
@@ -78,13 +77,20 @@ def _rounded(
             mine, solved = shared(problems, *ranks()), dict[str, ops.Compressed]()
             with together():
                 means = {source: hessians.mean(source) for source in dict.fromkeys(p.source for p in problems)}
-                for p in problems:
-                    h, tokens = means[p.source]
-                    few += [p.name] if tokens < SCARCE * p.shape[1] else []
-                    if p.name in mine:
-                        solved[p.name] = _one(layers[p.name], h, tokens, *forms[layers[p.name]])
-            for part in gathered(solved):
-                rounded |= {layers[name]: weight.to(layers[name].weight.device) for name, weight in part.items()}
+                for c in unit.layers:
+                    parts = [p for p in problems if p.candidate is c]
+                    layer, matrices = layers[c.name], list[ops.Compressed]()
+                    for p in parts:
+                        h, tokens = means[p.source]
+                        few += [p.name] if tokens < SCARCE * p.shape[1] else []
+                        if p.name in mine:
+                            matrices = matrices or matrices_of(_packed(layer), len(parts))
+                            solved[p.name] = _one(layer, matrices[p.expert or 0], h, tokens, *forms[layer])
+            solved = {name: weight for part in gathered(solved) for name, weight in part.items()}
+            for c in unit.layers:
+                device = layers[c.name].weight.device  # other ranks have others
+                matrices = [solved[p.name].to(device) for p in problems if p.candidate is c]
+                rounded[layers[c.name]] = joined(matrices, c.matrix_shape)
             with ExitStack() as inside:
                 answers = unit.block is not None and not relay.whole
                 for c in unit.layers:
@@ -102,12 +108,24 @@ def _rounded(
     return rounded
 
 
-def _one(layer: Weight, h: Tensor, tokens: int, values: str, group: int | None) -> ops.Compressed:
-    """The rounded weight of a layer whose inputs have the Hessian ``h``."""
-    if isinstance(layer, CompressedLinear):
-        packed, order = layer.weight, layer.order
-    else:
-        packed, order = layer.as_pruned() or ops.compress(layer.grouped.detach(), layer.pattern), layer.columns
+def _candidate(model: nn.Module, name: str, layer: Rounded) -> LayerCandidate:
+    if not isinstance(layer, (StackedWeight, CompressedStack)):
+        return LayerCandidate(name, layer, layer.shape, layout=layer.layout)
+    home, _, key = name.rpartition(".")
+    shape = tuple(layer.weight.shape) if isinstance(layer, StackedWeight) else layer.stored_shape
+    return LayerCandidate(name, model.get_submodule(home), shape, layout=layer.layout, key=key)
+
+
+def _packed(layer: Rounded) -> ops.Compressed:
+    """The weight of a layer with floating-point values."""
+    if isinstance(layer, NMWeight):
+        return layer.as_pruned() or ops.compress(layer.grouped.detach(), layer.pattern)
+    return layer.weight
+
+
+def _one(layer: Rounded, packed: ops.Compressed, h: Tensor, tokens: int, values: str, group: int | None) -> ops.Compressed:
+    """``packed``, a matrix of ``layer`` whose inputs have the Hessian ``h``, rounded."""
+    order = layer.columns if isinstance(layer, NMWeight) else layer._buffers.get("columns")
     if order is not None:
         h = h[order.long()][:, order.long()]
     with exact_gemms(h.device):
@@ -115,10 +133,10 @@ def _one(layer: Weight, h: Tensor, tokens: int, values: str, group: int | None) 
 
 
 @contextmanager
-def _using(layer: Weight, rounded: ops.Compressed) -> Iterator[None]:
+def _using(layer: Rounded, rounded: ops.Compressed) -> Iterator[None]:
     """The layer multiplies the rounded weight inside."""
-    if isinstance(layer, CompressedLinear):
-        values, layer.values = layer.values, ops.dequantize_values(rounded, layer.values.dtype).values
+    if not isinstance(layer, NMWeight):
+        values, layer.values = layer.values, ops.dequantize_values(rounded, layer.values.dtype).values.view_as(layer.values)
         try:
             yield
         finally:

@@ -106,7 +106,7 @@ def check_groups(verb: str, values: str, group: int | None, pattern: Pattern, la
     """Raise ``OptionError`` if a ``group`` of integers does not fit one of the dense ``layers``; warn of those that keep floats."""
     floating = []
     for c in layers:
-        if c.layout in MATRICES:
+        if c.layout != CONV2D:
             group_of(f"{verb}: layer {c.name!r}", values, group, pattern, c.matrix_shape[1])
         else:
             floating.append(c.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,10 @@ import nmkernels as nm
 from nmkernels.gemm import estimate
 from nmkernels.gemm.devices import DEVICES
 from nmkernels.gemm.problem import Problem
+from nmkernels.nn.experts import by_expert
 from nmkernels.testing import equal_bits
 from nmkernels.timing import Task
+from python_tests.moe import mixture
 from python_tests.nn.test_effective import Calls
 
 
@@ -61,6 +65,29 @@ def test_the_errors_are_those_of_the_rounded_layers(values: str, group: int | No
             assert entry.output == pytest.approx(float((x @ (q - w).t()).norm() / (x @ w.t()).norm()), rel=1e-4)
     text = str(report)
     assert "second" in text and f"{100 * report.layers[0].weight:.2f} %" in text and "error of weight" in text
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_errors_of_experts_are_those_on_their_own_tokens(compressed: bool) -> None:
+    model, x = mixture(dtype=torch.float32, transposed=True), torch.randn(40, 16)
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    floats = nm.compress_(copy.deepcopy(model))
+    report = nm.quantization_report(floats if compressed else model, "int4", data=[(x, 2)])
+    rounded = nm.compress_(copy.deepcopy(model), values="int4")
+    assert [entry.name for entry in report.layers] == ["experts.gate_up_proj", "experts.down_proj"]
+    numbers = (torch.arange(len(x))[:, None] + torch.arange(2)) % 2
+    inputs = {e: (first, last) for e, first, last in by_expert(floats.experts, None, x, numbers, None)}
+    assert len(inputs) == 2  # the third expert gets nothing
+    for i, entry in enumerate(report.layers):
+        w, q = (m.experts.stacks[entry.name.removeprefix("experts.")] for m in (floats, rounded))
+        assert (entry.shape, entry.after) == ((3 * w.out_features, w.in_features), q.weight.nbytes)
+        difference, outputs = [], []
+        for a, b in zip(w.layers, q.layers, strict=True):
+            difference.append(b.dense() - a.dense())
+            outputs.append(a.dense())
+        assert entry.weight == pytest.approx(float(torch.cat(difference).norm() / torch.cat(outputs).norm()), rel=1e-4)
+        both = [torch.cat([inputs[e][i] @ part[e].t() for e in range(2)]).norm() for part in (difference, outputs)]
+        assert entry.output == pytest.approx(float(both[0] / both[1]), rel=1e-4)
 
 
 def test_reordered_inputs() -> None:
@@ -115,8 +142,8 @@ def test_it_refuses_what_compress_refuses() -> None:
     nm.sparsify_(training, "ste:2:4")
     for model, arguments, said in [
         (training, ("int8",), "'first' is still in training"),
-        (Model(), ("int8",), "no linear layer with floating-point N:M weights"),
-        (nm.compress_(finished(), values="int8"), ("int8",), "no linear layer with floating-point N:M weights"),
+        (Model(), ("int8",), "no floating-point N:M weights that can be rounded"),
+        (nm.compress_(finished(), values="int8"), ("int8",), "no floating-point N:M weights that can be rounded"),
         (finished(), ("int5",), "values='int5' is unknown"),
         (finished(), ("int4", 12), "quantization_report: layer 'first': group=12"),
     ]:

@@ -118,7 +118,7 @@ def test_foreign_files_are_refused(file):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t, m: m.update(version="8"), "format version 8; this one reads up to 7: upgrade"),
+        (lambda t, m: m.update(version="9"), "format version 9; this one reads up to 8: upgrade"),
         (lambda t, m: m.update(version="x"), "metadata is damaged"),
         (lambda t, m: m.update(layers="{"), "'layers' is damaged"),
         (lambda t, m: m.update(layers="[1]"), "'layers' is not a table"),

@@ -15,10 +15,10 @@ from python_tests.moe import Experts, mixture
 X = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
 
 
-def compressed(**options):
+def compressed(values=None, **options):
     model = mixture(dtype=torch.float32, **options)
     nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
-    return nm.compress_(model)
+    return nm.compress_(model, values=values)
 
 
 @pytest.fixture
@@ -43,6 +43,56 @@ def test_round_trip(tmp_path, transposed, meta):
     assert isinstance(loaded.experts, CompressedExperts) and torch.equal(loaded(X), model(X))
     nm.save_compressed(loaded, tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "m").read_bytes()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("meta", [False, True])
+def test_integers(tmp_path, monkeypatch, transposed, meta):
+    model, path = compressed("int4", transposed=transposed), tmp_path / "m"
+    nm.save_compressed(model, path)
+    tensors, metadata = parts(path)
+    entry = json.loads(metadata["layers"])["experts.down_proj"]
+    assert (entry["shape"], entry["dtype"], entry["values"], entry["group"]) == ([3, 16, 24], "float32", "int4", 0)
+    assert metadata["version"] == "8" and tensors["experts.nm_down_proj.values"].shape == (3, 16, 6)
+    assert (tensors["experts.nm_down_proj.step"].dtype, tensors["experts.nm_down_proj.step"].shape) == (torch.bfloat16, (3, 16, 1))
+    with torch.device("meta" if meta else "cpu"):
+        fresh = mixture(dtype=torch.float32, transposed=transposed, seed=1)
+    loaded = nm.load_compressed(fresh, path)
+    assert torch.equal(loaded(X), model(X)) and loaded.experts.stacks["down_proj"].dtype == torch.float32
+    nm.save_compressed(loaded, tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    nm.save_dense(model, tmp_path / "dense")
+    dense = mixture(dtype=torch.float32, transposed=transposed, seed=1)
+    dense.load_state_dict(parts(tmp_path / "dense")[0])
+    torch.testing.assert_close(dense(X), model(X))
+    monkeypatch.setattr("nmkernels.export.safetensors.VERSION", 7)
+    with pytest.raises(CheckpointError, match="format version 8; this one reads up to 7"):
+        nm.load_compressed(fresh, path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda t, m: t["experts.nm_down_proj.step"][1].fill_(torch.nan), "a step is NaN or infinite; the file is damaged"),
+        (lambda t, m: t.pop("experts.nm_down_proj.step"), "the file lacks its step"),
+        (lambda t, m: t.update({"experts.nm_down_proj.step": t["experts.nm_down_proj.step"].flatten(0, 1)}), "the file has step"),
+        (lambda t, m: t["experts.nm_down_proj.values"].fill_(255), "the spare half of a row's last byte of integers is not 0"),
+        (layers('"values": "int4", "group": 0', '"values": "int4", "group": 5'), "values 'int4' and group 5 for 20 columns"),
+        (layers('"values": "int4", "group": 0', '"values": "int2", "group": 0'), "values 'int2' and group 0 for 20 columns"),
+        (layers('"values": "int4", "group": 0', '"values": "int8", "group": 0'), "has values torch.uint8"),
+        (layers(', "values": "int4", "group": 0', ""), "the file has values torch.uint8|does not announce its step"),
+    ],
+)
+def test_damaged_integers(tmp_path, edit, message):
+    model = mixture(dtype=torch.float32, inner=20)
+    model.experts.gate_up_proj.requires_grad_(False)
+    other = mixture(dtype=torch.float32, inner=20)
+    nm.sparsify_(other, "ste:1:4", filter_fn=lambda module, name: name.endswith("down_proj")).finish(allow_unused=True)
+    nm.save_compressed(nm.compress_(other, values="int4", group=0), tmp_path / "m")
+    nm.load_compressed(mixture(dtype=torch.float32, inner=20), tmp_path / "m")
+    with pytest.raises(CheckpointError, match=rf"(?s)layer 'experts.down_proj': .*{message}"):
+        nm.load_compressed(model, edited(tmp_path / "m", edit))
+    assert type(model.experts) is Experts
 
 
 def test_one_module_under_two_names(tmp_path):

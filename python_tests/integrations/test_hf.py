@@ -509,15 +509,37 @@ def test_damaged_steps_are_refused(rounded: tuple[Any, Path], edit: Callable[...
             read(tmp_path)
 
 
-@pytest.mark.slow
-def test_experts_in_a_rounded_checkpoint_stay_floating_point(tmp_path: Path) -> None:
-    built("mixtral").save_pretrained(tmp_path / "dense")
-    with pytest.warns(UserWarning, match="experts and convolutions keep floating-point values, not int8"):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=NMConfig("2:4", values="int8"))
-    kinds = {name: m.weight.kind for name, m in packed(model).items()}
-    assert kinds["model.layers.0.self_attn.q_proj"] == "int8" and "float" in kinds.values()
-    model.save_pretrained(tmp_path / "a")
-    assert same_state(loaded(tmp_path / "a"), model)
+@pytest.mark.parametrize("name", ["qwen-moe", pytest.param("mixtral", marks=pytest.mark.slow), "gpt-oss"])
+def test_experts_become_integers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built(name).save_pretrained(tmp_path / "dense")
+    model, ids = built(name), torch.randint(0, 64, (4, 8, 32), generator=torch.Generator().manual_seed(0))
+    nm.prune_(model, "2:4", [{"input_ids": row} for row in ids], method="wanda", values="int4").finish(allow_unused=True)
+    nm.compress_(model).save_pretrained(tmp_path / "pruned")
+    config = NMConfig("2:4", values="int8")
+    nearest = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    want = built(name)
+    nm.sparsify_(want, "ste:2:4").finish(allow_unused=True)
+    assert same_state(nearest, nm.compress_(want, values="int8"))
+    nearest.save_pretrained(tmp_path / "nearest")
+    for folder, saved, values in (("pruned", model, "int4"), ("nearest", nearest, "int8")):
+        again = loaded(tmp_path / folder)
+        assert {m.weight.kind for m in packed(again).values()} == {values} and same_state(again, saved)
+        assert config_of(tmp_path / folder)["version"] == 8 and parts(tmp_path / folder / "model.safetensors")[1]["version"] == "8"
+        assert f"with values in {values}, a step per " in (tmp_path / folder / "README.md").read_text()
+        half = loaded(tmp_path / folder, dtype=torch.float16)
+        assert {m.dtype for m in packed(half).values()} == {torch.float16} and logits(half).isfinite().all()
+        got = logits(again)
+        assert equal_bits(got, logits(saved))
+        torch.testing.assert_close(logits(nm.densify_(again)), got, rtol=0, atol=1e-5)
+    with pytest.raises(nm.ops.OptionError, match="already compressed, with values in int4"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "pruned", quantization_config=config)
+    damaged = "model.layers.1.mlp.experts.nm_down_proj.step"
+    path = edited(tmp_path / "pruned" / "model.safetensors", lambda tensors, _: tensors[damaged].fill_(torch.inf))
+    with pytest.raises(CheckpointError, match="layer 'model.layers.1.mlp.experts.down_proj': a step is NaN or infinite"):
+        AutoModelForCausalLM.from_pretrained(path.parent)
+    monkeypatch.setattr("nmkernels.integrations.hf.VERSION", 7)
+    with pytest.raises(CheckpointError, match="format version 8; this one reads up to 7"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nearest")
 
 
 # ---- devices, dtypes, and what else is done with a loaded model

@@ -307,18 +307,17 @@ def test_compress_refuses_to_round_and_changes_nothing() -> None:
         assert [type(m) for m in model.modules()] == kinds and all(equal_bits(v, state[k]) for k, v in model.state_dict().items())
 
 
-def test_convolutions_and_experts_stay_floating_point() -> None:
+def test_convolutions_stay_floating_point() -> None:
     model = finished(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(32, 32))
-    with pytest.warns(UserWarning, match="keep floating-point values, not int8: 0"):
+    with pytest.warns(UserWarning, match="compress_: convolutions keep floating-point values, not int8: 0"):
         nm.compress_(model, values="int8")
     assert model[0].weight.kind == "float" and model[2].weight.kind == "int8"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nm.compress_(finished(nn.Linear(32, 32)), values="int8")
     c = nm.ops.quantize_values(nm.ops.compress(torch.randn(8, 8), "2:4"))
-    for make in (lambda: nm.nn.CompressedConv2d(c, 1), lambda: nm.nn.experts.CompressedStack(c, 2)):
-        with pytest.raises(nm.DtypeError, match="int8 values"):
-            make()
+    with pytest.raises(nm.DtypeError, match="int8 values"):
+        nm.nn.CompressedConv2d(c, 1)
 
 
 def test_compress_keeps_adapters_columns_and_keep_dense() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import nmkernels as nm
 from nmkernels import layouts, ops
 from nmkernels.nn import CompressedExperts, SparseExperts
 from nmkernels.nn.classes import change_class_
@@ -31,7 +32,8 @@ from nmkernels.nn.experts import (
     stacks_of,
 )
 from nmkernels.pattern import ShapeError
-from python_tests.moe import CHOSEN, EXPERTS, HIDDEN, KINDS, TRANSPOSED, experts_of, tiny, tokens
+from nmkernels.testing import equal_bits
+from python_tests.moe import CHOSEN, EXPERTS, HIDDEN, KINDS, TRANSPOSED, experts_of, mixture, tiny, tokens
 
 NAMES = ("gate_up_proj", "down_proj")
 
@@ -299,9 +301,60 @@ def test_compressed_takes_what_the_dense_one_takes():
 
 
 @pytest.mark.slow
-def test_compiled_without_a_graph_break():
-    model = deployed(pruned(implementation="grouped_mm")).eval()
+@pytest.mark.parametrize("values", [None, "int4"])
+def test_compiled_without_a_graph_break(values):
+    model = deployed(pruned(implementation="grouped_mm"), values=values).eval()
     ids = tokens()[0]
     want = model(ids).logits
     torch._dynamo.reset()
     assert torch.allclose(torch.compile(model, backend="eager", fullgraph=True)(ids).logits, want, atol=1e-6)
+
+
+# ---- integers
+
+
+def finished(**options):
+    model = mixture(dtype=torch.float32, **options)
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    return model
+
+
+@pytest.mark.parametrize("form", ["finished", "compressed"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("values", "group"), [("int8", None), ("int4", 8)])
+def test_each_expert_is_rounded_to_the_nearest(form, transposed, values, group):
+    model = finished(transposed=transposed, bias=True)
+    floats = nm.compress_(copy.deepcopy(model))
+    model = copy.deepcopy(floats) if form == "compressed" else model
+    assert nm.compress_(model, values=values, group=group) is model and nm.compress_(model, values=values, group=group) is model
+    for key, stack in model.experts.stacks.items():
+        assert f"values={values}, group={group or 'row'}, dtype=torch.float32" in repr(stack)
+        assert stack.step.shape == (3, stack.out_features, stack.in_features // group if group else 1)
+        for layer, before in zip(stack.layers, floats.experts.stacks[key].layers, strict=True):
+            want = ops.quantize_values(before.weight, values, group)
+            assert all(equal_bits(getattr(layer.weight, part), getattr(want, part)) for part in ("values", "indices", "step"))
+    with pytest.raises(nm.RecipeError, match=f"layer 'experts.gate_up_proj' has {values} values already"):
+        nm.compress_(model, values="int4" if values == "int8" else "int8")
+    x, dense = torch.randn(7, 16, requires_grad=True), nm.densify_(copy.deepcopy(model))
+    results = [(y := m(x), torch.autograd.grad(y.sum(), [x, m.experts.down_proj_bias])) for m in (model, dense)]
+    torch.testing.assert_close(*results)
+    assert dense.experts.down_proj.dtype == torch.float32
+
+
+def test_integers_are_moved_copied_and_loaded_but_not_cast():
+    model, x, counts = nm.compress_(finished(), values="int4"), torch.randn(5, 24), [2, 0, 3]
+    stack = model.experts.stacks["down_proj"]
+    y, step = stack(x, counts), stack.step.clone()
+    other = pickle.loads(pickle.dumps(copy.deepcopy(stack))).half()
+    assert (other.step.dtype, other.values.dtype, other.dtype, other.dense().dtype) == (torch.bfloat16, torch.uint8, *2 * (torch.float16,))
+    assert torch.equal(other.step, step) and torch.allclose(other(x.half(), counts).float(), y, atol=1e-2)
+    fresh = nm.compress_(finished(seed=1), values="int4")
+    assert torch.equal(fresh.load_state_dict(model.state_dict()) and fresh.experts.stacks["down_proj"](x, counts), y)
+    with pytest.raises(RuntimeError, match="values are int4 in the state dict and float in this layer"):
+        nm.compress_(finished()).load_state_dict(model.state_dict())
+    stack.step.mul_(2)
+    assert torch.allclose(stack(x, counts), 2 * y)
+    stack.step = step  # a new buffer
+    assert torch.equal(stack(x, counts), y)
+    for layer in nm.compress_(model, values="int4", keep_dense=True).experts.stacks["down_proj"].layers:
+        assert layer.keep_dense

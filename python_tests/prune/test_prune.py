@@ -556,7 +556,7 @@ def test_values_that_do_not_fit_are_refused_before_any_work():
     with pytest.raises(ops.OptionError, match="prune_: layer '0': group=64 does not divide 32 columns"):
         prune_(model, P, rows(), values="int4", group=64)
     model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(32, 32))
-    with pytest.warns(UserWarning, match="prune_: experts and convolutions keep floating-point values, not int8: 0"):
+    with pytest.warns(UserWarning, match="prune_: convolutions keep floating-point values, not int8: 0"):
         handle = prune_(model, P, rows(3, 40, 32, 3, 3), method="wanda", values="int8")
     assert handle.report.pruned["0"].rounded is None and handle.report.pruned["2"].rounded > 0
     handle.finish(allow_unused=True)

@@ -43,9 +43,9 @@ def mixture():
     return moe.mixture(dtype=torch.float32)
 
 
-def rounded(data, at_once):
+def rounded(data, at_once, make=mlp):
     """The integers of a model that is rounded while it is pruned, or later."""
-    handle = prune_(model := mlp(), P, data, method="wanda", values="int4" if at_once else None)
+    handle = prune_(model := make(), P, data, method="wanda", values="int4" if at_once else None)
     handle.finish(allow_unused=True)
     return weights(nm.compress_(model) if at_once else nm.compress_(model, values="int4", data=data))
 
@@ -55,6 +55,7 @@ def on_one_rank(folder):
     share, own = images()[rank::2], Path(folder) / str(rank)  # two batches and one; the second rank's folder stays empty
     results = {"vit": pruned(ViT, share, method="sparsegpt"), "experts": pruned(mixture, MIXED[rank::2], forward=routed)}
     results |= {f"rounded {at_once}": rounded(rows(4)[rank::2], at_once) for at_once in (True, False)}
+    results |= {f"experts rounded {at_once}": rounded(MIXED[rank::2], at_once, mixture) for at_once in (True, False)}
 
     solved, solve = [], engine.solve
     engine.solve = lambda *args: (solved.append(1), solve(*args))[1]
@@ -109,6 +110,10 @@ def test_two_ranks(tmp_path):
         assert_same(got, second[f"rounded {at_once}"])
         for key in ("0.values", "3.values", "5.values"):
             assert (got[key] != want[key]).float().mean() < 0.03  # sums have another order
+        got, want = first[f"experts rounded {at_once}"], rounded(MIXED, at_once, mixture)
+        assert_same(got, second[f"experts rounded {at_once}"])
+        for key in ("gate_up_proj", "down_proj"):
+            assert (got[f"experts.nm_{key}.values"] != want[f"experts.nm_{key}.values"]).float().mean((1, 2)).max() < 0.03
     # resumed
     assert first["stopped"].endswith("stopped") and second["stopped"].endswith("stopped")
     assert first["before"] + second["before"] == 8 and first["after"] + second["after"] == 13 and min(first["before"], second["before"]) > 1

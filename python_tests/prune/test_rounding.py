@@ -13,10 +13,12 @@ from torch import nn
 import nmkernels as nm
 from nmkernels import ops
 from nmkernels.nn import SparseLinear
+from nmkernels.nn.experts import by_expert
 from nmkernels.pattern import CheckpointError, NMError, Pattern, RecipeError
 from nmkernels.prune import prune_
 from nmkernels.prune.rounding import DAMPING, SWEEPS, round_values
 from nmkernels.prune.solve import damped
+from python_tests.moe import mixture, only_experts
 from python_tests.prune.families import inputs_of
 from python_tests.prune.test_prune import P, assert_same, mlp, rows, weights
 
@@ -277,3 +279,66 @@ def test_layers_that_reorder_their_inputs():
     y, nearest = model(x).detach(), nm.compress_(copy.deepcopy(model), values="int4")
     nm.compress_(model, values="int4", data=data)
     assert (model(x) - y).norm() < 0.8 * (nearest(x) - y).norm()
+
+
+def tokens_of(model, x):
+    """What each expert that has tokens multiplies, by the name of the stack's problem."""
+    numbers = (torch.arange(len(x))[:, None] + torch.arange(2)) % 2
+    by_name = {}
+    for expert, first, last in by_expert(model.experts, None, x, numbers, None):
+        by_name |= {f"experts.gate_up_proj[{expert}]": first, f"experts.down_proj[{expert}]": last}
+    return by_name
+
+
+def mixed(count=600):
+    """Inputs that depend on each other; of three experts the last one gets none of them."""
+    x = torch.randn(count, 16, generator=torch.Generator().manual_seed(0))
+    return x + x[:, :1] + x.roll(1, 1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_experts_are_rounded_on_their_own_tokens(compressed, transposed):
+    model, x = mixture(dtype=torch.float32, transposed=transposed, bias=True), mixed()
+    nm.sparsify_(model, "ste:2:4").finish(allow_unused=True)
+    floats = nm.compress_(copy.deepcopy(model))
+    nearest = nm.compress_(copy.deepcopy(floats), values="int4")
+    model = copy.deepcopy(floats) if compressed else model
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NMError):
+        nm.compress_(model, values="int4", data=[(torch.randn(3, 8), 2)])
+    assert_same(dict(model.state_dict()), before)
+    nm.compress_(model, values="int4", data=[(x, 2)])
+    inputs = tokens_of(floats, x)
+    assert inputs.keys() == tokens_of(mixture(dtype=torch.float32, transposed=transposed, bias=True), x).keys() and len(inputs) == 4
+    for key in ("gate_up_proj", "down_proj"):
+        stacks = [m.experts.stacks[key] for m in (model, nearest, floats)]
+        for e, (ours, theirs, w) in enumerate(zip(*(stack.layers for stack in stacks), strict=True)):
+            assert torch.equal(ours.indices, w.indices)
+            if e == 2:
+                assert_same(dict(ours.state_dict()), dict(theirs.state_dict()))
+                continue
+            errors = [(inputs[f"experts.{key}[{e}]"] @ (w.dense() - q.dense()).t()).square().sum() for q in (ours, theirs)]
+            assert errors[0] < 0.8 * errors[1]
+
+
+def test_prune_rounds_each_expert():
+    model, x = mixture(dtype=torch.float32), mixed()
+    with torch.no_grad():
+        inputs = tokens_of(model, x)
+        dense = {key: model.experts.get_parameter(key).clone() for key in ("gate_up_proj", "down_proj")}
+    handle = prune_(model, P, [(x, 2)], only_experts, method="wanda", values="int4")
+    handle.finish(allow_unused=True)
+    kept = {key: model.experts.get_parameter(key).detach() != 0 for key in dense}
+    nm.compress_(model)
+    for key, w in dense.items():
+        q = model.experts.stacks[key].dense().detach()
+        assert model.experts.stacks[key].weight.kind == "int4" and not bool((q != 0)[~kept[key]].any())
+        for e in range(3):
+            row = handle.report.pruned[f"experts.{key}[{e}]"]
+            if e == 2:
+                assert row.rounded is None
+                continue
+            a = inputs[f"experts.{key}[{e}]"].double()
+            error = (a @ (w[e] - q[e]).double().t()).square().sum() / (a @ w[e].double().t()).square().sum()
+            assert row.rounded == pytest.approx(float(error), rel=1e-3) and row.rounded > row.error
