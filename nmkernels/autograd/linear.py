@@ -305,12 +305,12 @@ def linear_compressed(x: Tensor, weight: ops.Compressed, bias: Tensor | None = N
     if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         b = bias if bias is None or bias.dtype == x.dtype else bias.to(x.dtype)
         if weight.step is not None and not torch.compiler.is_compiling():
-            return nm_linear_integers(x, weight.values, weight.indices, weight.step, p.n, p.m, x.shape[-1], b)
+            return nm_linear_integers(x, weight.values, weight.indices, weight.step, p.n, p.m, weight.shape[1], b)
         if weight.step is not None:
             return _by_choice(
                 "fprop", x, weight.values, weight.indices, p, (weight.shape[0], weight.shape[1]), b, weight.step, weight.group
             )
-        return nm_linear(x, *operand_for(x, weight), p.n, p.m, x.shape[-1], b)
+        return nm_linear(x, *operand_for(x, weight), p.n, p.m, weight.shape[1], b)
     form = [t if t is None or counts_writes(t) else t.clone() for t in (weight.values, weight.indices, weight.step)]
     # with the sizes: a graph that is compiled again for another layer has those of tensors as symbols, and the choice reads numbers
     shape = weight.shape[0], weight.shape[1]

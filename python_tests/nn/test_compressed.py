@@ -251,3 +251,14 @@ def test_compress_refuses_and_changes_nothing():
         with pytest.raises(nm.RecipeError, match=said):
             nm.compress_(model)
         assert [type(m) for m in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("values", [None, "int8", "int4"])
+@pytest.mark.parametrize("columns", [12, 15, 17])
+def test_an_input_of_another_width_is_refused_without_gradients_too(values, columns):
+    model = nn.Sequential(nn.Linear(16, 8))
+    nm.sparsify_(model, "ste:2:4", filter_fn=lambda name, layer: True).finish(allow_unused=True)
+    nm.compress_(model, values=values)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(nm.ShapeError, match="must be 16"):
+            model(torch.randn(2, columns))
