@@ -227,7 +227,8 @@ def test_finished_layers_are_rounded_on_data(compressed):
     nearest = nm.compress_(copy.deepcopy(model), values="int4", group=32)
     x = torch.cat(data)
     before, y = weights(model), model(x).detach()
-    with pytest.raises(NMError, match="its last dimension must be 64" if compressed else r"^compress_: .* batch 2 of data.* or a tensor\.$"):
+    message = "its last dimension must be 64" if compressed else r"^compress_: .* batch 2 of data.* or a tensor\.$"
+    with pytest.raises(NMError, match=message):
         nm.compress_(model, values="int4", data=[data[0], data[0][:, :8]])
 
     def fails(*args):
