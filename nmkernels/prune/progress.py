@@ -24,7 +24,7 @@ TRUST = 0.5
 
 
 class Progress:
-    """The steps of a run, and its work: amounts by kind, each done at a rate that is measured while it goes on.
+    """The steps of a run, and its work: amounts by kind, each done at a rate that is measured meanwhile.
 
     Time left is Σ over kinds (planned − done) / rate. Until a kind was measured, its amounts are floating-point operations at the rate of
     one GEMM, or bytes if its name is "read" or "write".
