@@ -367,7 +367,7 @@ def packed_is_dense() -> bool:
     losses = []
     for packed in (False, True):
         model = build().float()
-        handle = nm.sparsify_(model, R.SRSTE("2:4", packed=packed))
+        handle = nm.sparsify_(model, R.SRSTE("2:4", decay=2e-4, packed=packed))
         split(model, mesh_of())
         optimizer = handle.attach(R.SRSTE("2:4").optimizer(model.parameters(), lr=1e-2))
         for step in range(3):

@@ -112,7 +112,7 @@ def test_model_equals_the_checkpoint(task):
 def test_encoder_is_sparse_and_learns(task):
     torch.manual_seed(0)
     model = task.model()
-    handle = nm.sparsify_(model, nm.recipes.SRSTE("1:4"), task.filter_fn)
+    handle = nm.sparsify_(model, nm.recipes.SRSTE("1:4", decay=2e-4), task.filter_fn)
     assert len(handle.layers) == 12 and all(".encoder." in name for name in handle.layers)
     optimizer = handle.attach(nm.optim.MaskedAdamW(model.parameters(), lr=2e-3))
     trained(task, model, optimizer, 30)
