@@ -14,6 +14,7 @@ from bench.accuracy import __main__ as command
 from bench.accuracy import layers, oneshot, rounding
 from bench.accuracy import oneshot_page as page
 from bench.accuracy.oneshot import Cell
+from bench.accuracy.rows import load_lines
 from bench.accuracy.tasks.pretrained import PretrainedGPT
 from bench.accuracy.worker import learning_rate
 from bench.rows import typed
@@ -132,3 +133,17 @@ def test_rounding_in_both_orders(tiny: PretrainedGPT, tmp_path: Path, monkeypatc
         assert abs(loss["admm", first, "int4"] - loss["admm", "", ""]) < loss["admm", "prune", "int4"] - loss["admm", "", ""]
         assert size["admm", first, "int4"] == size["admm", "prune", "int4"]
     assert all(line in rounding.text(list(rows.values())) for line in ("| dense |", "| 2:4, ADMM |", "rounded first"))
+
+
+def test_integers_of_embedding_and_head(tiny: PretrainedGPT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "model_of", {"gpt": tiny}.get)
+    monkeypatch.setattr(rounding, "SEQUENCES", {"gpt": 8})
+    monkeypatch.setattr(rounding, "BOTH", ("tokens", "lm_head"))
+    rounding.measure_embeddings("gpt", tmp_path / "rows.csv")
+    rows = load_lines(tmp_path / "rows.csv")
+    size = {(row["pattern"], row["values"], row["embeddings"]): int(row["bytes"]) for row in rows}
+    assert len(size) == len(rounding.BODIES) * len(rounding.VALUES)
+    for body in rounding.BODIES:
+        assert size[(*body, "")] > size[(*body, "int8")] > size[(*body, "int4")]
+    assert size["dense", "", "int8"] > size["2:4", "", "int8"] > size["2:4", "int8", "int8"] > size["2:4", "int4", "int8"]
+    assert "| 2:4, int4 | " in rounding.embeddings_text(tmp_path / "rows.csv")
