@@ -34,6 +34,9 @@ PATTERNS = ("2:4", "1:4", "4:8")
 SEQUENCES = {"smollm2": 32, "minilm": 240, "sentiment": 640, "gpt": 128}
 """Calibration sequences of each model, unless the cell varies them."""
 
+PAPERS = 1024
+"""Calibration sequences of SmolLM2 that have the 262,144 tokens of the papers."""
+
 SEEDS = 3
 """Of the data order, and of a fresh classifier and dropout; the pretrained weights and the calibration data are the same."""
 
@@ -96,7 +99,8 @@ def plan() -> Iterator[Cell]:
         yield from (cell for model in ("gpt", "sentiment") for cell in _tuned(model, some))
     for method in METHODS[1:]:
         yield from (Cell("minilm", "2:4", method, "", count) for count in (1, 4, 16, 64))
-        yield from (Cell("smollm2", "2:4", method, "", count) for count in (8, 128))
+        yield from (Cell("smollm2", "2:4", method, "", count) for count in (8, 128, PAPERS))
+        yield from (Cell("smollm2-reviews", "2:4", method, "", count) for count in (8, 32, 128, PAPERS))
     yield from (Cell("smollm2", p, method, "", SEQUENCES["smollm2"]) for p in PATTERNS[1:] for method in METHODS)
 
 

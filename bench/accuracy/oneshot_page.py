@@ -16,6 +16,7 @@ GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 END = "<!-- oneshot: end -->"
 NAMES = {
     "smollm2": "SmolLM2-135M, loss",
+    "smollm2-reviews": "the same, calibrated on reviews, loss",
     "minilm": "MiniLM-L6, cosine",
     "gpt": "byte GPT, loss",
     "sentiment": "MiniLM-L6 as a classifier, loss",
@@ -102,9 +103,9 @@ def _tuned(rows: Rows, best: bool) -> str:
 
 def tokens(rows: Rows) -> str:
     """The same model and pattern with more and less calibration data."""
-    found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:] and r.model in ("smollm2", "minilm")]
+    found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:]]
     lines = [["model, 2:4", "tokens", *(TITLES[method] for method in METHODS[1:])]]
-    for model in ("smollm2", "minilm"):
+    for model in NAMES:
         for count in sorted({r.tokens for r in found if r.model == model}):
             values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
             if all(values):  # some alone would have nothing to be compared with

@@ -143,14 +143,24 @@ def snippets(sdist: Path) -> list[tuple[str, bool]]:
 
     The file is sorted by class. The order of hashes mixes the classes, and the choice of held-out texts depends only on the texts.
     """
-    with tarfile.open(sdist) as outer:
-        inner = next(name for name in outer.getnames() if name.endswith("hutto_ICWSM_2014.tar.gz"))
-        with tarfile.open(fileobj=io.BytesIO(_read(outer, inner))) as archive:
-            name = next(name for name in archive.getnames() if name.endswith("movieReviewSnippets_GroundTruth.txt"))
-            lines = _read(archive, name).decode().splitlines()
-    rated = {text.strip(): float(rating) for _, rating, text in (line.split("\t") for line in lines)}
+    lines = _lines(sdist, "movieReviewSnippets")
+    rated = {text.strip(): float(rating) for _, rating, text in lines}
     clear = [(text, rating > 0) for text, rating in rated.items() if abs(rating) >= CLEAR]
     return sorted(clear, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+
+
+def opinions(sdist: Path) -> list[str]:
+    """The texts of every collection but tweets: of reviews of films and wares, and of editorials."""
+    return [text for name in ("movieReview", "amazonReview", "nytEditorial") for _, _, text in _lines(sdist, f"{name}Snippets")]
+
+
+def _lines(sdist: Path, name: str) -> list[list[str]]:
+    """The lines of a rated collection: number, rating, text."""
+    with tarfile.open(sdist) as outer:
+        inner = next(each for each in outer.getnames() if each.endswith("hutto_ICWSM_2014.tar.gz"))
+        with tarfile.open(fileobj=io.BytesIO(_read(outer, inner))) as archive:
+            file = next(each for each in archive.getnames() if each.endswith(f"{name}_GroundTruth.txt"))
+            return [line.split("\t") for line in _read(archive, file).decode().splitlines()]
 
 
 def _read(archive: tarfile.TarFile, name: str) -> bytes:
