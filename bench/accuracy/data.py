@@ -77,6 +77,7 @@ class Source:
             more = [
                 "--no-deps",
                 "--disable-pip-version-check",
+                "--ignore-requires-python",  # it is read, not run
                 "--dest",
                 str(scratch),
                 kind,
@@ -127,11 +128,22 @@ gnome-control-center-data 1:43.6-2~deb12u1 all 3594948 f76430c1f6db2be884bbc0e37
 coreutils 9.1-1 amd64 2896560 61038f857e346e8500adf53a2a0a20859f4d3a3b51570cc876b153a2d51a3091 coreutils
 kdenlive-data 22.12.3-2+deb12u2 all 10246212 f4ab20ba8de7e7fb7857d671592a94495f51f4e86e64869f438ddba7428b4dad kdenlive
 mc-data 3:4.8.29-2 all 1345540 a273c2e833524f1d2e8579b737802b18ad4c77d9f45b3ef7d6fc6b2605e4fd3d mc
+code
+sympy 1.14.0 sympy-1.14.0-py3-none-any.whl 6299353 e091cc3e99d2141a0ba2847328f5479b05d94a6635cb96148ccb3f34671bd8f5
+twisted 26.10.0 twisted-26.10.0-py3-none-any.whl 3251703 3732f42af218925a0fe78d6668db55853f7fb532245a89a2669babe7d3000fa8
+jax 0.10.2 jax-0.10.2-py3-none-any.whl 3219515 724d73c4678d8b06f6a6ab4db1b8a2fea8cd4f1e2c2564f99601634ec7b8d1c6
+keras 3.15.1 keras-3.15.1-py3-none-any.whl 2398595 836460e480930acbd19bb7a17e62f9ecad40e8a9af9a651fc8d0586a96d27e20
+networkx 3.6.1 networkx-3.6.1-py3-none-any.whl 2068504 d47fbf302e7d9cbbb9e2555a0d267983d2aa476bac30e90dfbe5669bd57f3762
+ansible-core 2.19.14 ansible_core-2.19.14-py3-none-any.whl 2426850 d518d0e96fa75bedfe9b0a96d5b158aa712d092961824c115140c8677b88ff06
+django 5.2.19 django-5.2.19-py3-none-any.whl 8319631 5965d974a5218a2b68a11dd1276434707f23886525c23f0598eccedaf4f4ca00
+nltk 3.10.4 nltk-3.10.4-py3-none-any.whl 1722994 769ba5413f265b7d3e87cd163cc28efa01e29eeef8bb6080bc907949d9fcfb51
+xarray 2026.9.0 xarray-2026.9.0-py3-none-any.whl 1445445 fe349fa871628b1a0a5217af3fe1283a2862d5485156e6eda354fffb81c3bb7c
+dask 2026.8.0 dask-2026.8.0-py3-none-any.whl 1492182 ccc0c83a189b0398602435189771d28dad7b5773b6089bb8dce14ae732dd782c
 """  # noqa: E501
 """By task: name, version, file or, of Debian 12.15, architecture, size, SHA-256, and Debian's source package.
 
-A pretrained BERT and rated snippets of movie reviews; of ``oneshot`` a pretrained language model and two manuals; and programs' message
-catalogs.
+A pretrained BERT and rated snippets of movie reviews; of ``oneshot`` a pretrained language model and two manuals; programs' message
+catalogs; and libraries that are all Python.
 """
 
 SOURCES: dict[str, tuple[Source, ...]] = {}

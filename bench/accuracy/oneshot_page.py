@@ -21,6 +21,9 @@ NAMES = {
     "gpt": "byte GPT, loss",
     "sentiment": "MiniLM-L6 as a classifier, loss",
 }
+VARIED = ("smollm2", "smollm2-reviews", "minilm")
+"""Models with more and less calibration data."""
+
 TITLES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "admm": "ADMM", DENSE: "dense"}
 RECIPES = {"srste": "SR-STE", "mdgf": "MdGf"}
 SIZE = "4096x4096"
@@ -103,9 +106,9 @@ def _tuned(rows: Rows, best: bool) -> str:
 
 def tokens(rows: Rows) -> str:
     """The same model and pattern with more and less calibration data."""
-    found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:]]
+    found = [r for r in rows if r.pattern == "2:4" and not r.recipe and r.method in METHODS[1:] and r.model in VARIED]
     lines = [["model, 2:4", "tokens", *(TITLES[method] for method in METHODS[1:])]]
-    for model in NAMES:
+    for model in VARIED:
         for count in sorted({r.tokens for r in found if r.model == model}):
             values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
             if all(values):  # some alone would have nothing to be compared with

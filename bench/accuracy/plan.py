@@ -130,12 +130,12 @@ class Results:
         return [RunSpec(case, lr, seed) for seed in wanted for lr in rates if seed not in have.get(lr, {})]
 
     def foreseen(self, case: Case) -> int:
-        """About how many runs are left: every search is taken to need five rates, and to find two of them good."""
+        """About how many runs are left: a search is taken to need five rates, and to find two of them good, on one seed the best."""
         s, found = settings(case.task), self.search(case)
         if not found.todo:
             return len(self.todo(case))
-        rates = max(2, 5 - len(found.tried)) if case == tuned_by(case) else 0
-        return rates * s.tuning_seeds + 2 * s.seeds
+        rates = (len(found.todo) if s.rates else max(2, 5 - len(found.tried))) if case == tuned_by(case) else 0
+        return rates * s.tuning_seeds + min(2, s.tuning_seeds) * s.seeds
 
 
 def _loss(row: RunRow) -> float:

@@ -29,11 +29,11 @@ class RunRow:
     """The result of one run.
 
     ``val_loss`` (nats), ``accuracy`` (percent) and ``bleu`` are of the deployable weights on the test set, for tuning seeds on validation
-    data; ``nan`` if the task has no such value. ``switch_step`` is STEP's T₀, 0 if there is none, and ``switch_reason`` what ended the
-    dense phase: AutoSwitch's ``test``, its bounds ``t_min`` or ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` if a loss or
-    weight was not finite (then losses are ``nan`` and ``done`` is the number of steps until then). ``training_flops`` are those of the
-    run, ``inference_flops`` those of one token. ``seconds`` are the process's CPU time; on a GPU they are elapsed time. ``data`` is a
-    digest; ``machine`` ends with the CPU's instruction set.
+    data; ``int8`` and ``int4`` are losses with integers as weights. They are ``nan`` if the task has no such value. ``switch_step`` is
+    STEP's T₀, 0 if there is none, and ``switch_reason`` what ended the dense phase: AutoSwitch's ``test``, its bounds ``t_min`` or
+    ``t_max``, or ``fixed``. ``status`` is ``ok``, or ``diverged`` if a loss or weight was not finite (then losses are ``nan`` and ``done``
+    is the number of steps until then). ``training_flops`` are those of the run, ``inference_flops`` those of one token. ``seconds`` are the
+    process's CPU time; on a GPU they are elapsed time. ``data`` is a digest; ``machine`` ends with the CPU's instruction set.
     """
 
     task: str
@@ -47,6 +47,8 @@ class RunRow:
     val_loss: float
     accuracy: float
     bleu: float
+    int8: float
+    int4: float
     switch_step: int
     switch_reason: str
     status: str
@@ -72,6 +74,8 @@ class RunRow:
 
 
 COLUMNS = tuple(f.name for f in fields(RunRow))
+LATER = ("int8", "int4")
+"""Columns that files of earlier versions do not have."""
 
 
 @cache
@@ -84,7 +88,7 @@ def stamp() -> dict[str, str]:
 
 def load(folder: Path = RESULTS, name: str = RUNS) -> list[RunRow]:
     """All rows of a results folder, the last one of each run; empty if there is no file."""
-    rows = machine_rows.typed(RunRow, load_lines(folder / name))
+    rows = machine_rows.typed(RunRow, (dict.fromkeys(LATER, "nan") | line for line in load_lines(folder / name)))
     return list({(row.key, row.machine if name == AGAIN else ""): row for row in rows}.values())
 
 
@@ -95,6 +99,8 @@ def save(rows: Iterable[RunRow], folder: Path = RESULTS, name: str = RUNS) -> No
 
 def append(rows: Iterable[RunRow], folder: Path = RESULTS, name: str = RUNS) -> None:
     """Append rows to the file; for ``load`` they replace earlier rows of the same runs."""
+    if (folder / name).exists() and not (folder / name).read_bytes().startswith(",".join(COLUMNS).encode()):
+        tidy(folder, name)  # of an earlier version
     append_lines([asdict(row) for row in rows], COLUMNS, folder / name)
 
 

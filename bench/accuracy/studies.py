@@ -10,6 +10,7 @@ from .methods import SRSTE, VARIANTS
 from .plan import Results, cost, mean_loss
 from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec
 from .tasks.base import settings
+from .tasks.code import WIDTHS
 
 TASKS = ("mlp", "finetune", "vit", "gpt", "translation")
 """The tasks of the main matrix."""
@@ -33,6 +34,14 @@ SHORT = 0.98
 
 FREEZE = (DENSE, "ste", "oracle", "step-25", "step-25-thawed")
 """What tells whether a dense v and its freeze help."""
+
+
+CODE = tuple(f"code-{width}" for width in WIDTHS)
+SPARSE = ("asp", "srste-2e-1", "asp-admm")
+"""What is compared with smaller dense models."""
+
+LENGTHS = (1000, 3000, 10_000, 30_000)
+"""Steps of runs that differ in nothing else but the rate."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,13 @@ STUDIES = {
         (DENSE, "admm-held", "admm-srste", "oneshot-admm", "mdgf-chain", SRSTE, "asp", "sste", "slope", "ste"),
         ("finetune-low",),
     ),
+    "sizes": Study("dense models of several widths", (DENSE,), CODE),
+    "sizes-2:4": Study("sparse ones of those widths", SPARSE, CODE[2:]),
+    "sizes-1:4": Study("sparser ones", SPARSE[:1], CODE[3:], ("1:4",)),
+    **{
+        f"length-{steps}": Study(f"after {steps} steps at rates of their own", (DENSE, "ste", *SPARSE), ("code",), steps=steps)
+        for steps in LENGTHS
+    },
     "switch": Study(
         "when STEP switches, and its settings",
         (

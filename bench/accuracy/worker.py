@@ -26,7 +26,7 @@ from .rows import RunRow, stamp
 from .spec import DENSE, Case, RunSpec
 from .tasks import Settings
 
-DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3}
+DIGITS = {"val_loss": 6, "accuracy": 4, "bleu": 3, "int8": 6, "int4": 6}
 """Values that a task's ``evaluate`` may return, and the digits that are stored."""
 
 MOMENTUM = 0.9
@@ -198,9 +198,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
         lr=spec.lr,
         steps=case.steps,
         seed=spec.seed,
-        val_loss=value["val_loss"],
-        accuracy=value["accuracy"],
-        bleu=value["bleu"],
+        **value,
         switch_step=switch,
         switch_reason=REASONS[state.get("switch_reason", 0)],
         status="ok" if ok else "diverged",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,6 @@ from examples.train_gpt.model import GPT, GPTConfig
 from .base import Settings, Task, task, to_model
 
 CONTEXT, BATCH = 64, 8
-VAL_WINDOWS = 512
-"""The most windows of ``CONTEXT`` bytes for an evaluation, spread over its half of the held-out text."""
 
 
 @task("gpt")
@@ -27,6 +26,8 @@ class ByteGPT(Task):
 
     settings = Settings(steps=1000, lr=3e-3, seconds=28)
     tokens = BATCH * CONTEXT
+    windows: ClassVar[int] = 512
+    """The most windows of ``CONTEXT`` bytes for an evaluation, spread over its half of the held-out text."""
 
     def __init__(self) -> None:
         self.read(load_corpus())
@@ -49,5 +50,7 @@ class ByteGPT(Task):
         text = self.corpus.val
         middle = len(text) // 2  # the first half is for choosing rates
         part = replace(self.corpus, val=text[:middle] if tuning else text[middle:])
-        losses = [(self.loss(model, to_model(model, *batch)).item(), len(batch[0])) for batch in part.val_batches(CONTEXT, 64, VAL_WINDOWS)]
+        losses = [
+            (self.loss(model, to_model(model, *batch)).item(), len(batch[0])) for batch in part.val_batches(CONTEXT, 64, self.windows)
+        ]
         return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}

@@ -191,7 +191,13 @@ class PretrainedGPT(Task):
         return {"val_loss": sum(losses) / len(losses)}
 
 
-MODELS: dict[str, Callable[[], Task]] = {"smollm2": SmolLM2, "smollm2-reviews": OnReviews, "minilm": MiniLM, "sentiment": Sentiment, "gpt": PretrainedGPT}
+MODELS: dict[str, Callable[[], Task]] = {
+    "smollm2": SmolLM2,
+    "smollm2-reviews": OnReviews,
+    "minilm": MiniLM,
+    "sentiment": Sentiment,
+    "gpt": PretrainedGPT,
+}
 
 
 @cache
