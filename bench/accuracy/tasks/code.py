@@ -9,7 +9,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -62,9 +62,9 @@ class Code(ByteGPT):
         return found
 
     @torch.no_grad()
-    def plain(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> GPT:
+    def plain(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
         """A dense model that computes what ``model`` does, its weights rounded to ``dtype``."""
-        new = self.model()
+        new: Any = self.model()
         new.load_state_dict(model.state_dict(), strict=False)
         for name, module in model.named_modules():
             if isinstance(module, NMWeight):
