@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from . import short, studies, tables
+from . import short, sizes, studies, tables
 from .methods import DECAYS
 from .rows import AGAIN, RESULTS, load
 from .tables import Tables
@@ -41,7 +41,7 @@ def render(template: str, shown: Tables) -> str:
     """
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals.update(t=shown, notes=tables.notes, matrix=studies.MATRIX, studies=studies.STUDIES, short=short.text)
-    environment.globals.update(decays=list(DECAYS.values()))
+    environment.globals.update(decays=list(DECAYS.values()), sizes=sizes, lengths=shown.lengths())
     return environment.from_string(template).render()
 
 

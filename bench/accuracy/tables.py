@@ -17,7 +17,7 @@ from .rows import RunRow
 from .spec import DENSE, TUNING_SEEDS, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, holm, verdict
 from .stats import LEVEL as LEVEL_OF_TESTS
-from .studies import MATRIX, STUDIES, TASKS, case, resolve, variant_losses
+from .studies import LENGTHS, MATRIX, STUDIES, TASKS, case, resolve, variant_losses
 from .tasks.base import settings
 
 NONE = "–"
@@ -243,6 +243,12 @@ class Tables:
         said = _verdicts(dict(sorted(found.items(), key=lambda each: each[1][1].mean)), OF_DENSE)
         runs = f"After {study.steps:,} steps of `{task}` instead of {settings(task).steps}, all at rates that are good for dense training"
         return f"{runs}, {said}." if said else ""
+
+    def lengths(self) -> list[tuple[str, str, None, int]]:
+        """Where the methods of ``LENGTHS`` are compared, as ``compared`` takes it: the lengths that have rows."""
+        (task,) = STUDIES[f"length-{LENGTHS[0]}"].tasks
+        known = [steps for steps in LENGTHS if len(self._losses(task, DENSE, DENSE, steps=steps)) >= FEWEST]
+        return [(task, "2:4", None, steps) for steps in known]
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""

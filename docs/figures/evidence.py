@@ -1,4 +1,4 @@
-"""Draw figures of the evidence from committed rows: ``docs/methods/step-rates.svg``.
+"""Draw figures of the evidence from committed rows: STEP's difference by rate, what 2:4 buys, and the difference from dense by length.
 
 python docs/figures/evidence.py [--check]
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,10 +17,11 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from svg import Drawing, command  # noqa: E402
 
-from bench.accuracy import page  # noqa: E402
+from bench.accuracy import page, sizes  # noqa: E402
 from bench.accuracy.contrasts import FROZEN, PLACES, THAWED  # noqa: E402
-from bench.accuracy.stats import Estimate  # noqa: E402
-from bench.accuracy.studies import case  # noqa: E402
+from bench.accuracy.spec import DENSE  # noqa: E402
+from bench.accuracy.stats import FEWEST, Estimate  # noqa: E402
+from bench.accuracy.studies import LENGTHS, STUDIES, case  # noqa: E402
 from bench.accuracy.tables import Tables  # noqa: E402
 
 METHODS = ROOT / "docs" / "methods"
@@ -65,8 +69,113 @@ def step_rates(shown: Tables) -> str:
     return str(d)
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart: its name, and (x, mean, half of the 95 % interval) by x."""
+
+    name: str
+    colour: str
+    points: Sequence[tuple[float, float, float]]
+    dash: str = ""
+
+
+def chart(
+    d: Drawing, box: tuple[float, float, float, float], lines: Sequence[Line], ticks: Sequence[tuple[float, str]], zero: bool
+) -> None:
+    """Draw lines with intervals over a logarithmic x axis with these ticks, their names at the right; ``zero``: a dashed line there."""
+    x0, y0, w, h = box
+    every = [p for line in lines for p in line.points]
+    left, right = min(x for x, _, _ in every), max(x for x, _, _ in every)
+    ends = [y + sign * half for _, y, half in every for sign in (-1, 1)] + [0.0] * zero
+    low, high = min(ends), max(ends)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return x0 + w * math.log(x / left) / math.log(right / left), y0 + h * (high - y) / (high - low)
+
+    step = next(s for s in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if (high - low) / s <= 7)
+    for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1):
+        y = at(left, i * step)[1]
+        d.path([(x0 - 6, y), (x0 + w + 6, y)], "soft" if zero and i == 0 else "line", 1, dash="4 3" if zero and i == 0 else "")
+        d.text(x0 - 10, y + 4, f"{i * step:{'+' if zero and i else ''}.2f}".replace("-", "−"), "soft", 10, "end")
+    for x, name in ticks:
+        if left <= x <= right:
+            d.text(at(x, low)[0], y0 + h + 18, name, "soft", 10, "middle")
+    below = -math.inf
+    for line in sorted(lines, key=lambda each: -each.points[-1][1]):
+        d.path([at(x, y) for x, y, _ in line.points], line.colour, 2, line.dash)
+        for x, y, half in line.points:
+            d.path([at(x, y - half), at(x, y + half)], line.colour, 1)
+            d.rect(at(x, y)[0] - 3, at(x, y)[1] - 3, 6, 6, line.colour, r=3)
+        end = at(*line.points[-1][:2])
+        if not line.name:
+            continue
+        below = max(end[1] + 4, below + 13)
+        d.text(end[0] + 9, below, line.name, line.colour, 11)
+
+
+DASHES = {"": "", "int8": "7 4", "int4": "2 3"}
+
+
+def what_it_buys(shown: Tables) -> str:
+    """Loss against bytes, for the sparse methods that end lowest, and against FLOPs of training; "" without rows."""
+    d = Drawing(880, 384, "The loss of dense and of 2:4 models of several widths, against bytes of their layers and against training FLOPs")
+    if not (every := list(sizes.points(shown))):
+        return ""
+    kinds = list(dict.fromkeys((p.method, p.pattern) for p in every))
+    colours = dict(zip(kinds, ("blue", "orange", "green", "purple", "red"), strict=False))
+    names = {kind: "dense" if kind[0] == DENSE else f"{shown.name(kind[0]).strip('`')} {kind[1]}" for kind in kinds}
+
+    def line(kind: tuple[str, str], values: str, of: Callable[[sizes.Point], float], named: bool) -> Line:
+        mine = [p for p in every if (p.method, p.pattern) == kind and p.values == values]
+        return Line(names[kind] * named, colours[kind], [(of(p), p.loss.mean, p.loss.half) for p in mine], DASHES[values])
+
+    d.text(24, 26, "Loss by bytes of the layers that can be sparse", bold=True, size=13)
+    d.text(480, 26, "Loss by FLOPs of training", bold=True, size=13)
+    # of each pattern the method of least loss: the lines of the others would cover it
+    lowest = {p.pattern: (p.method, p.pattern) for p in sorted(every, key=lambda p: (p.width, -p.loss.mean)) if not p.values}
+    by_bytes = [line(kind, values, sizes.blocks, False) for kind in lowest.values() for values in DASHES]
+    chart(d, (66, 48, 350, 250), by_bytes, [(n * 1000, f"{n} kB") for n in (12, 25, 50, 100, 200, 400, 800)], zero=False)
+    by_flops = [line(kind, "", sizes.training, True) for kind in kinds]
+    chart(d, (522, 48, 214, 250), by_flops, [(n * 1e12, f"{n} T") for n in (1, 2, 4, 8, 16, 32, 64)], zero=False)
+    x = 24
+    for kind in lowest.values():
+        d.text(x, 348, names[kind], colours[kind], 11, bold=True)
+        x += 24 + 7 * len(names[kind])
+    for values, dash in DASHES.items():
+        d.path([(x, 344), (x + 26, 344)], "soft", 2, dash)
+        d.text(x + 32, 348, values or "bfloat16", "soft", 11)
+        x += 96
+    note = "Nats on held-out source code, byte GPTs of widths 32 to 128 after 20,000 steps; right: bfloat16; 95 % intervals over seeds."
+    d.text(24, 372, note, "soft", 10)
+    return str(d)
+
+
+def lengths(shown: Tables) -> str:
+    """The loss less dense's by the number of steps, each at its own best rate; "" without rows."""
+    d = Drawing(640, 332, "The loss of 2:4 training less that of dense training, by the number of training steps")
+    study = STUDIES[f"length-{LENGTHS[0]}"]
+    (task,), lines = study.tasks, []
+    for method, colour in zip(study.methods[1:], ("purple", "orange", "green", "red"), strict=True):
+        found = {steps: shown.less(task, method, "2:4", DENSE, steps=steps) for steps in LENGTHS}
+        known = [(steps, e.mean, e.half) for steps, e in found.items() if e.n >= FEWEST]
+        lines += [Line(shown.name(method).strip("`"), colour, known)] if len(known) > 1 else []
+    d.text(24, 26, "Loss less dense's, by length of training", bold=True, size=13)
+    if not lines:
+        return ""
+    chart(d, (66, 48, 430, 230), lines, [(n, f"{n:,} steps") for n in LENGTHS], zero=True)
+    d.text(
+        24, 320, "Nats on held-out source code, byte GPT of width 64, each method and length at its own rate; 95 % intervals.", "soft", 10
+    )
+    return str(d)
+
+
+FIGURES = {"step-rates": step_rates, "sizes": what_it_buys, "lengths": lengths}
+
+
 def main(argv: list[str] | None = None) -> int:
-    return command("evidence.py", {METHODS / "step-rates.svg": lambda: step_rates(page.read())}, argv)
+    shown = page.read()
+    drawn = {METHODS / f"{name}.svg": text for name, draw in FIGURES.items() if (text := draw(shown))}
+    return command("evidence.py", {path: partial(str, text) for path, text in drawn.items()}, argv)
 
 
 if __name__ == "__main__":

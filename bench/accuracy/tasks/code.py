@@ -53,7 +53,7 @@ class Code(ByteGPT):
         self.read(corpus())
 
     def model(self) -> nn.Module:
-        return GPT(GPTConfig(width=self.width, layers=2, heads=4, context=CONTEXT))
+        return gpt(self.width)
 
     def evaluate(self, model: nn.Module, tuning: bool = False) -> dict[str, float]:
         found = super().evaluate(self.plain(model, torch.bfloat16), tuning)
@@ -86,6 +86,11 @@ class Code(ByteGPT):
                 if parameter.is_floating_point():
                     parameter.copy_(parameter.bfloat16())
         return new
+
+
+def gpt(width: int) -> GPT:
+    """A new model of that width."""
+    return GPT(GPTConfig(width=width, layers=2, heads=4, context=CONTEXT))
 
 
 for _width, _seconds in WIDTHS.items():

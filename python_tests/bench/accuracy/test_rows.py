@@ -52,3 +52,14 @@ def test_runs_done_again_have_a_row_for_each_machine(tmp_path):
 def test_no_file_has_no_rows(tmp_path, name):
     assert rows.load(tmp_path / "none", name) == []
     rows.tidy(tmp_path / "none", name)
+
+
+def test_a_file_of_an_earlier_version_is_brought_up_to_date(tmp_path):
+    rows.append([made(0)], tmp_path)
+    old = [",".join(cell for name, cell in zip(rows.COLUMNS, line.split(","), strict=True) if name not in rows.LATER)
+           for line in (tmp_path / rows.RUNS).read_text().splitlines()]  # fmt: skip
+    (tmp_path / rows.RUNS).write_text("\n".join(old) + "\n")
+    assert len(rows.load(tmp_path)) == 1
+    rows.append([replace(made(1), int8=1.5)], tmp_path)
+    first, second = rows.load(tmp_path)
+    assert math.isnan(first.int8) and second.int8 == 1.5 and second.data == first.data == "x"
