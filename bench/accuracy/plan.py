@@ -56,8 +56,10 @@ def search(losses: Losses, start: float, seeds: int, rates: tuple[float, ...] = 
     """The state of a search over the first ``seeds`` tuning seeds, from the losses so far.
 
     It begins with ``start`` and its neighbours, and goes on until the rates as good as the best one have worse neighbours on both sides, or
-    ``MOST_RATES`` have been tried. With ``rates`` it tries these alone.
+    ``MOST_RATES`` have been tried. With ``rates`` it tries these alone, and if there is one only, nothing.
     """
+    if len(rates) == 1:
+        return Search(rates[0], rates, rates)
     done = {lr: found for lr, found in losses.items() if len(found) >= seeds}
     first = [lr for lr in rates or (neighbour(start, up=False), start, neighbour(start, up=True)) if lr not in done]
     if first:

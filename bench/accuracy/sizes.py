@@ -14,6 +14,7 @@ from functools import cache
 
 from torch import Tensor, nn
 
+from examples.train_gpt.model import GPT
 from nmkernels import ops
 
 from ..tables import table
@@ -22,7 +23,7 @@ from .spec import DENSE
 from .stats import FEWEST, Estimate, combined, estimate
 from .studies import STUDIES, cases
 from .tables import Tables
-from .tasks.code import IN_8_BITS, INTEGERS, WHOLE, gpt
+from .tasks.code import IN_8_BITS, INTEGERS, WHOLE, config
 
 VALUES = ("", *INTEGERS)
 """Kinds of weights; empty: bfloat16."""
@@ -79,7 +80,8 @@ def sizes(width: int, pattern: str, values: str) -> tuple[int, int]:
 
     All else has 16 bits, but beside integers the embedding and the head have 8.
     """
-    model, blocks, rest = gpt(width), 0, sum(2 * p.numel() for p in gpt(width).parameters())
+    model, blocks = GPT(config(width)), 0
+    rest = sum(2 * p.numel() for p in model.parameters())
     for name, module in model.named_modules():
         if name.startswith("blocks.") and isinstance(module, nn.Linear):
             blocks += stored(module.weight, WHOLE if pattern == DENSE else pattern, values)

@@ -10,7 +10,7 @@ from .methods import SRSTE, VARIANTS
 from .plan import Results, cost, mean_loss
 from .spec import DENSE, OPTIMIZERS, TUNING_SEEDS, Case, RunSpec
 from .tasks.base import settings
-from .tasks.code import WIDTHS
+from .tasks.code import LARGER, WIDTHS
 
 TASKS = ("mlp", "finetune", "vit", "gpt", "translation")
 """The tasks of the main matrix."""
@@ -37,6 +37,9 @@ FREEZE = (DENSE, "ste", "oracle", "step-25", "step-25-thawed")
 
 
 CODE = tuple(f"code-{width}" for width in WIDTHS)
+GPU = tuple(LARGER)
+"""Models for a GPU: each larger one after a dense one of half its weights."""
+
 SPARSE = ("asp", "srste-2e-1", "asp-admm")
 """What is compared with smaller dense models."""
 
@@ -108,6 +111,10 @@ STUDIES = {
         f"length-{steps}": Study(f"after {steps} steps at rates of their own", (DENSE, "ste", *SPARSE), ("code",), steps=steps)
         for steps in LENGTHS
     },
+    "gpu-sizes": Study("models of 2 to 19 million weights", (DENSE, *SPARSE[:2]), GPU[1::2]),
+    "gpu-smaller": Study("dense ones of half the weights", (DENSE,), GPU[::2]),
+    "gpu-finetune": Study("training a pretrained language model", (DENSE, "admm-held", "srste-2e-1", "mdgf-chain"), ("smollm2-code",)),
+    "gpu-masks": Study("learned masks for it", ("oneshot-admm", "maskllm"), ("smollm2-code",)),
     "switch": Study(
         "when STEP switches, and its settings",
         (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.train_gpt.data import make_corpus, stdlib_texts
-from examples.train_gpt.model import GPT, GPTConfig
+from examples.train_gpt.model import GPT
 
 from ..data import kept
 from .base import task
@@ -46,7 +46,7 @@ class FineTuneGPT(ByteGPT):
         self.pretrained = pretrained(CACHE, self.pretraining)
 
     def model(self) -> nn.Module:
-        model = _model()
+        model = GPT(self.config)
         model.load_state_dict(self.pretrained)
         return model
 
@@ -63,10 +63,6 @@ class FineTuneLow(FineTuneGPT):
     pretraining = 20_000
 
 
-def _model() -> GPT:
-    return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
-
-
 def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
     """The weights after dense training on code, read from ``folder`` if they are there; deterministic on one thread."""
     code = make_corpus({name: text for name, text in stdlib_texts().items() if not name.startswith(PROSE)}, "the Python standard library")
@@ -74,7 +70,7 @@ def pretrained(folder: Path, steps: int = PRETRAINING) -> dict[str, Tensor]:
     def train() -> dict[str, Tensor]:
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = _model()
+            model = GPT(ByteGPT.config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.99), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=steps, pct_start=0.05)
         for step in range(steps):

@@ -26,8 +26,10 @@ class ByteGPT(Task):
 
     settings = Settings(steps=1000, lr=3e-3, seconds=28)
     tokens = BATCH * CONTEXT
+    config: ClassVar = GPTConfig(width=64, layers=2, heads=4, context=CONTEXT)
+    size: ClassVar[int] = BATCH
     windows: ClassVar[int] = 512
-    """The most windows of ``CONTEXT`` bytes for an evaluation, spread over its half of the held-out text."""
+    """The most windows of the context's length for an evaluation, spread over its half of the held-out text."""
 
     def __init__(self) -> None:
         self.read(load_corpus())
@@ -37,10 +39,10 @@ class ByteGPT(Task):
         self.corpus, self.digest = corpus, f"{corpus.digest} in halves"
 
     def model(self) -> nn.Module:
-        return GPT(GPTConfig(width=64, layers=2, heads=4, context=CONTEXT))
+        return GPT(self.config)
 
     def batch(self, seed: int, step: int) -> tuple[Tensor, ...]:
-        return self.corpus.batch(seed, step, BATCH, CONTEXT)
+        return self.corpus.batch(seed, step, self.size, self.config.context)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -50,7 +52,6 @@ class ByteGPT(Task):
         text = self.corpus.val
         middle = len(text) // 2  # the first half is for choosing rates
         part = replace(self.corpus, val=text[:middle] if tuning else text[middle:])
-        losses = [
-            (self.loss(model, to_model(model, *batch)).item(), len(batch[0])) for batch in part.val_batches(CONTEXT, 64, self.windows)
-        ]
+        batches = part.val_batches(self.config.context, 64, self.windows)
+        losses = [(self.loss(model, to_model(model, *batch)).item(), len(batch[0])) for batch in batches]
         return {"val_loss": sum(loss * n for loss, n in losses) / sum(n for _, n in losses)}

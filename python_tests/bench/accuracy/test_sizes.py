@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 import sys
 import zipfile
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nmkernels as nm
+from bench.accuracy import __main__ as command
 from bench.accuracy import data, sizes, studies, tasks, worker
+from bench.accuracy.rows import load
 from bench.accuracy.sizes import Point
 from bench.accuracy.spec import DENSE, Case, RunSpec
 from bench.accuracy.stats import estimate
 from bench.accuracy.tables import Tables
-from bench.accuracy.tasks import base, code
+from bench.accuracy.tasks import base, code, pretrained
 from examples.train_gpt.data import make_corpus
+from examples.train_gpt.model import GPTConfig
 from python_tests.bench.accuracy.conftest import made
 from python_tests.house.paths import ROOT
 
@@ -135,3 +140,39 @@ def test_figures_are_drawn(shown, monkeypatch):
         assert all(f">{word}<" in text for word in words) and "nan" not in text
         assert draw(Tables([])) == ""
     sys.modules.pop("evidence")
+
+
+def test_models_for_a_gpu_train_at_tiny_size(small, monkeypatch, tmp_path, capsys):
+    for name in studies.GPU:
+        kind = base._tasks[name]
+        assert 0.8 < 12 * kind.config.layers * kind.config.width**2 / (1e6 * int(name[5:-1])) < 1.3
+        monkeypatch.setattr(kind, "config", GPTConfig(width=32, layers=1, heads=2, context=16))
+        monkeypatch.setattr(kind, "settings", replace(kind.settings, steps=4))
+        monkeypatch.setattr(kind, "size", 2)
+    torch.set_num_threads(1)
+    words = ["run", "gpu-sizes", "gpu-smaller", "--seeds", "1", "--out", str(tmp_path / "rows")]
+    assert command.main([*words, "--tasks", "code-2m", "code-1m", "--methods", DENSE, "asp", "--workers", "1"]) == 0
+    rows = load(tmp_path / "rows")
+    assert {(row.task, row.method) for row in rows} == {(t, m) for t in ("code-1m", "code-2m") for m in (DENSE, "asp")}
+    assert all(row.lr == 1e-3 and row.seed == 0 and math.isfinite(row.int4) for row in rows), "one rate needs no search"
+
+
+def test_a_pretrained_language_model_is_trained_on(monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes_ = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    task = object.__new__(pretrained.OnCode)
+    task.dense, task.digest = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes_)), "made up"
+    text = torch.arange(600, dtype=torch.int32) * 3 % 64
+    task.ids = {"train": text, "val": text[:200]}
+    for name, value in (("context", 16), ("size", 4), ("windows", 5), ("most", 2)):
+        monkeypatch.setattr(pretrained.OnCode, name, value)
+    monkeypatch.setattr(tasks, "get", lambda name: task)
+    monkeypatch.setattr(worker, "TRAINED", tmp_path)
+    losses = {}
+    for method in studies.STUDIES["gpu-finetune"].methods:
+        row = worker.run(RunSpec(Case("smollm2-code", method, "2:4", 30, beta2=0.95), 3e-3, 0)).row
+        losses[method] = row.val_loss
+    assert all(0 < loss < math.log(64) for loss in losses.values()) and len({*losses.values()}) == 4
+    pieces = SimpleNamespace(reader=lambda texts, verbose: {"input_ids": [[*map(ord, text)] for text in texts]})
+    assert pretrained.OnCode._tokens(pieces, torch.arange(100, dtype=torch.uint8)).tolist() == list(range(100))
