@@ -23,7 +23,7 @@ from .spec import DENSE
 from .stats import FEWEST, Estimate, combined, estimate
 from .studies import STUDIES, cases
 from .tables import Tables
-from .tasks.code import IN_8_BITS, INTEGERS, WHOLE, config
+from .tasks.code import IN_8_BITS, INTEGERS, STEPS, WHOLE, config
 
 VALUES = ("", *INTEGERS)
 """Kinds of weights; empty: bfloat16."""
@@ -138,15 +138,45 @@ def text(shown: Tables) -> str:
     return table(lines) if every else ""
 
 
+def best(every: list[Point], values: str, of: Callable[[Point], float]) -> dict[int, tuple[Point, Estimate]]:
+    """Width -> the 2:4 model of least loss, and its loss less that of a dense one with as much of ``of``, where that is known."""
+    found: dict[int, tuple[Point, Estimate]] = {}
+    for p in every:
+        less = beside(p, every, of)
+        if p.pattern == "2:4" and p.values == values and less.n >= FEWEST:
+            found[p.width] = min(found.get(p.width, (p, less)), (p, less), key=lambda each: each[0].loss.mean)
+    return found
+
+
 def summary(shown: Tables, of: Callable[[Point], float] = blocks) -> str:
     """In words, by kind of values: the best 2:4 model of each width less a dense one with as much of ``of``; "" without rows."""
     every = list(points(shown))
     found = []
     for values in VALUES:
-        best: dict[int, Point] = {}
-        for p in every:
-            if p.pattern == "2:4" and p.values == values and beside(p, every, of).n >= FEWEST:
-                best[p.width] = min(best.get(p.width, p), p, key=lambda one: one.loss.mean)
-        said = ", ".join(f"{beside(p, every, of).shown(sign=True)} (width {w}, {shown.name(p.method)})" for w, p in best.items())
+        each = best(every, values, of).items()
+        said = ", ".join(f"{less.shown(sign=True)} (width {width}, {shown.name(p.method)})" for width, (p, less) in each)
         found += [f"in {values or 'bfloat16'} {said}"] if said else []
     return "; ".join(found)
+
+
+def outcome(shown: Tables) -> str:
+    """The sentence of the README: the widest 2:4 model beside dense ones of as many bytes, and of as much training; "" without rows."""
+    every = list(points(shown))
+    by_bytes = {values or "bfloat16": best(every, values, blocks) for values in VALUES}
+    by_training = best(every, "", training)
+    if not (by_training and all(by_bytes.values())):
+        return ""
+
+    def said(found: dict[int, tuple[Point, Estimate]]) -> str:
+        less = found[max(found)][1]
+        if abs(less.mean) <= less.half:
+            return f"level ({less.shown(sign=True)})"
+        return f"{Estimate(abs(less.mean), less.error, less.n).shown()} {'lower' if less.mean < 0 else 'higher'}"
+
+    width = max(by_bytes["bfloat16"])
+    *some, last = (f"{said(found)} in {values}" for values, found in by_bytes.items())
+    return (
+        f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is "
+        f"{', '.join(some)} and {last} than that of a dense one of as many bytes, and {said(by_training)} than that of a dense one of as much "
+        "training."
+    )

@@ -35,7 +35,7 @@ TIE = 0.001
 LEAVES = tuple(m for m in MATRIX if m not in (DENSE, "fst"))
 """The methods that leave N:M weights."""
 
-FAMILIES = ("ste", SRSTE, "step-auto", "sste", "mdgf-chain", "asp", "fst-nm", "slope", "oneshot-admm")
+FAMILIES = ("ste", SRSTE, "step-auto", "sste", "mdgf-chain", "asp", "fst-nm", "slope", "oneshot-admm", "admm-held")
 """Of the methods that differ in a setting, the one that stands for all where methods are counted."""
 
 
@@ -59,10 +59,13 @@ class Want:
 
 AT_LENGTH = tuple(dict.fromkeys((*LEAVES, *STUDIES["long-gpt"].methods[1:])))
 
+TUNED = STUDIES["finetune-low"].methods[1:]
+
 WANTS = (
     Want("train from scratch", AT_LENGTH, STUDIES["long-gpt"].tasks, "asp", STUDIES["long-gpt"].steps),
     Want("the same in a short run", LEAVES, ("gpt", "translation"), "srste"),
-    Want("fine-tune a dense model", LEAVES, ("finetune",), "nm.prune_"),
+    Want("fine-tune a dense model, at rates far below those of its training", TUNED, STUDIES["finetune-low"].tasks, "nm.prune_"),
+    Want("fine-tune it at rates as high as those", LEAVES, ("finetune",), "nm.prune_"),
     Want("prune without training", tuple(m for m in MATRIX if m.startswith("oneshot")), TASKS, "nm.prune_"),
     Want("make all three GEMMs of a step sparse", ("fst-nm",), TASKS, "fst"),
     Want("learn Adam's second moment densely first", ("step-auto",), TASKS, "step"),
@@ -76,6 +79,8 @@ RECIPES = {
     "mdgf-chain": "`mdgf`",
     "mdgf-ste": '`mdgf(gradient="ste", end=1.0)`',
     **{m: f"`nm.prune_` by `{m.partition('-')[2]}`, then training" for m in MATRIX if m.startswith("asp-")},
+    "admm-held": "`nm.prune_` by `admm`, then training with the masks held",
+    "admm-srste": "`nm.prune_` by `admm`, then `srste`",
     "fst-nm": "`fst(end=None)`",
     **{m: f"`nm.prune_` by `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
 }
