@@ -175,8 +175,8 @@ def outcome(shown: Tables) -> str:
 
     width = max(by_bytes["bfloat16"])
     *some, last = (f"{said(found)} in {values}" for values, found in by_bytes.items())
+    bytes_ = f"{', '.join(some)} and {last} than that of a dense one of as many bytes"
     return (
-        f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is "
-        f"{', '.join(some)} and {last} than that of a dense one of as many bytes, and {said(by_training)} than that of a dense one of as much "
-        "training."
+        f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is {bytes_}, "
+        f"and {said(by_training)} than that of a dense one of as much training."
     )
