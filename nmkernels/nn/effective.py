@@ -95,10 +95,9 @@ class EffectiveWeight:
     rounded it. ``routes``: the forms that calls read, by size and dtype of the GEMM, grad mode and forced backend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pruned: Compressed | None = None, rounded: Compressed | None = None) -> None:
         self.attached = False
-        self.pruned: Compressed | None = None
-        self.rounded: Compressed | None = None
+        self.pruned, self.rounded = pruned, rounded
         self.routes = Routes()
         self._basis: tuple[Any, ...] = ()
         self._dense, self._packed = _Copy(), _Copy()
@@ -333,9 +332,9 @@ class EffectiveWeight:
         self._operands = NO_OPERANDS
         self._requested = self._offered = None
 
-    def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[()]]:
-        # a copied or pickled layer has no optimizer attached, and can make W̃ again
-        return EffectiveWeight, ()
+    def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[Compressed | None, Compressed | None]]:
+        # a copied or pickled layer has no optimizer attached, and can make W̃ again, but not the integers that prune_ has chosen
+        return EffectiveWeight, (self.pruned, self.rounded)
 
 
 def _made(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:

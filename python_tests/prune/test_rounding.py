@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 
 import pytest
 import torch
@@ -174,6 +175,18 @@ def test_a_block_sees_the_outputs_of_rounded_ones():
         w, rounded = dense.get_submodule(name).weight.detach(), model.get_submodule(name).weight.dense()
         error = float((x @ (w - rounded).t()).square().sum() / (x @ w.t()).square().sum())
         assert handle.report.pruned[name].rounded == pytest.approx(error, rel=1e-3)
+
+
+def test_a_copied_or_pickled_model_keeps_its_integers():
+    prune_(model := mlp(), P, rows(), method="wanda", values="int4").finish(allow_unused=True)
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), mlp()
+    others[2].load_state_dict(model.state_dict())
+    nm.recipes.adopt(others[2], P).finish(allow_unused=True)
+    nm.compress_(others[2], values="int4")
+    want = nm.compress_(model)
+    for other in others[:2]:
+        assert_same(weights(nm.compress_(other)), weights(want))
+    assert not torch.equal(others[2][3].values, want[3].values), "to the nearest would be others"
 
 
 def test_a_run_that_rounds_goes_on(tmp_path):
