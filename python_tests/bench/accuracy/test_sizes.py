@@ -176,5 +176,5 @@ def test_a_pretrained_language_model_is_trained_on(monkeypatch, tmp_path):
         row = worker.run(RunSpec(Case("smollm2-code", method, "2:4", 30, beta2=0.95), 3e-3, 0)).row
         losses[method] = row.val_loss
     assert all(0 < loss < math.log(64) for loss in losses.values()) and len({*losses.values()}) == 4
-    pieces = SimpleNamespace(reader=lambda texts, verbose: {"input_ids": [[*map(ord, text)] for text in texts]})
+    pieces = SimpleNamespace(reader=lambda text, verbose: {"input_ids": [*map(ord, text)]})
     assert pretrained.OnCode._tokens(pieces, torch.arange(100, dtype=torch.uint8)).tolist() == list(range(100))
