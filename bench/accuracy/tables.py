@@ -78,8 +78,8 @@ RECIPES = {
     "asp": "`asp`",
     "mdgf-chain": "`mdgf`",
     "mdgf-ste": '`mdgf(gradient="ste", end=1.0)`',
-    **{m: f"`nm.prune_` by `{m.partition('-')[2]}`, then training" for m in MATRIX if m.startswith("asp-")},
-    "admm-held": "`nm.prune_` by `admm`, then training with the masks held",
+    **{m: f"`nm.prune_` by `{m.partition('-')[2]}` half-way, then training" for m in MATRIX if m.startswith("asp-")},
+    "admm-held": "`nm.prune_` by `admm`, then training",
     "admm-srste": "`nm.prune_` by `admm`, then `srste`",
     "fst-nm": "`fst(end=None)`",
     **{m: f"`nm.prune_` by `{m.partition('-')[2]}`" for m in MATRIX if m.startswith("oneshot")},
@@ -184,7 +184,7 @@ class Tables:
     def first(self, pattern: str, only: Sequence[str] = MATRIX[1:], names: Sequence[str] = (), steps: int | None = None) -> str:
         """The method of ``only`` that is behind the fewest of the others, over all tasks; "" without rows.
 
-        Of several, the one that is ahead most often, then the one of least mean loss.
+        Of several, the one that is ahead most often, then the one of least mean loss as it is shown, then the first of ``only``.
         """
         some = [*self.wins(pattern, only, names, steps)]
         names = self.tasks(pattern, names)
@@ -192,7 +192,7 @@ class Tables:
         def order(m: str) -> tuple[int, int, float]:
             said = [self._verdict(task, m, pattern, other, steps) for task in names for other in some if other != m]
             loss = [self.less(task, m, pattern, DENSE, steps=steps).mean for task in names]
-            return said.count("behind"), -said.count("ahead"), sum(x for x in loss if math.isfinite(x))
+            return said.count("behind"), -said.count("ahead"), round(sum(x for x in loss if math.isfinite(x)), 3)
 
         return min(some, key=order, default="")
 
