@@ -17,6 +17,7 @@ from pathlib import Path
 
 from . import figures, fit_rates, tables, targets
 from .accuracy import page as accuracy_page
+from .accuracy import sizes
 from .cases import ffn
 from .registry import ALLOWED, CPU, FASTEST, NOISE
 from .report import load
@@ -247,6 +248,7 @@ def main(argv: list[str] | None = None, results: Path = RESULTS, pages: Sequence
         "best methods": accuracy.matrix("2:4"),
         "choices": accuracy.choices(),
         "longer runs": accuracy.longer(),
+        "smaller dense models": sizes.outcome(accuracy),
         "integers": integers(rows),
         "regret": fit_rates.table(fit_rates.cases(results)),
     }
