@@ -332,9 +332,9 @@ class EffectiveWeight:
         self._operands = NO_OPERANDS
         self._requested = self._offered = None
 
-    def __reduce__(self) -> tuple[type[EffectiveWeight], tuple[Compressed | None, Compressed | None]]:
-        # a copied or pickled layer has no optimizer attached, and can make W̃ again, but not the integers that prune_ has chosen
-        return EffectiveWeight, (self.pruned, self.rounded)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copied or pickled layer has no optimizer attached, and can make all again but the integers that prune_ has chosen
+        return EffectiveWeight, () if self.rounded is None else (self.pruned, self.rounded)
 
 
 def _made(source: Source, dense: _Wanted, packed: _Wanted) -> tuple[Tensor | None, Packed | None]:

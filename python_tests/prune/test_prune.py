@@ -564,9 +564,10 @@ def test_values_that_do_not_fit_are_refused_before_any_work():
     assert (model[0].weight.kind, model[2].weight.kind) == ("float", "int8")
 
 
-def test_finish_and_compress_hand_on_what_was_solved(monkeypatch):
+@pytest.mark.parametrize("values", [None, "int8"])
+def test_finish_and_compress_hand_on_what_was_solved(values, monkeypatch):
     model, dense = mlp(), mlp()
-    handle = prune_(model, P, rows(), method=LINEAR, values="int8")
+    handle = prune_(model, P, rows(), method=LINEAR, values=values)
     pruned, solved = weights(model), {i: handle.layers[i].effective.pruned for i in ("0", "3", "5")}
     for name in ("mask", "compress", "is_nm"):
         monkeypatch.delattr(ops, name)  # nothing is chosen again
@@ -577,9 +578,9 @@ def test_finish_and_compress_hand_on_what_was_solved(monkeypatch):
     for i, packed in solved.items():
         assert model[int(i)].values.data_ptr() == packed.values.data_ptr()
         assert model[int(i)].indices.data_ptr() == packed.indices.data_ptr()
-        assert copied[int(i)].effective.pruned is None  # a copy of the model is no larger
+        assert (copied[int(i)].effective.pruned is None) is (values is None)  # without integers a copy of the model is no larger
     monkeypatch.undo()
-    assert_same(weights(nm.densify_(model)), weights(prune_(dense, P, rows(), method=LINEAR, values="int8").remove()))
+    assert_same(weights(nm.densify_(model)), weights(prune_(dense, P, rows(), method=LINEAR, values=values).remove()))
 
 
 def negate_a_zero(layer):
