@@ -119,7 +119,9 @@ DASHES = {"": "", "int8": "7 4", "int4": "2 3"}
 def what_it_buys(shown: Tables) -> str:
     """Loss against bytes, for the sparse methods that end lowest, and against FLOPs of training; "" without rows."""
     d = Drawing(880, 384, "The loss of dense and of 2:4 models of several widths, against bytes of their layers and against training FLOPs")
-    if not (every := list(sizes.points(shown))):
+    every = list(sizes.points(shown))
+    widths = {p.width for p in every}
+    if len(widths) < 2:
         return ""
     kinds = list(dict.fromkeys((p.method, p.pattern) for p in every))
     colours = dict(zip(kinds, ("blue", "orange", "green", "purple", "red"), strict=False))
@@ -145,8 +147,8 @@ def what_it_buys(shown: Tables) -> str:
         d.path([(x, 344), (x + 26, 344)], "soft", 2, dash)
         d.text(x + 32, 348, values or "bfloat16", "soft", 11)
         x += 96
-    note = "Nats on held-out source code, byte GPTs of widths 32 to 128 after 20,000 steps; right: bfloat16; 95 % intervals over seeds."
-    d.text(24, 372, note, "soft", 10)
+    note = f"byte GPTs of widths {min(widths)} to {max(widths)} after 20,000 steps; right: bfloat16; 95 % intervals over seeds."
+    d.text(24, 372, f"Nats on held-out source code, {note}", "soft", 10)
     return str(d)
 
 
@@ -163,9 +165,8 @@ def lengths(shown: Tables) -> str:
     if not lines:
         return ""
     chart(d, (66, 48, 430, 230), lines, [(n, f"{n:,} steps") for n in LENGTHS], zero=True)
-    d.text(
-        24, 320, "Nats on held-out source code, byte GPT of width 64, each method and length at its own rate; 95 % intervals.", "soft", 10
-    )
+    note = "Nats on held-out source code, byte GPT of width 64, each method and length at its own rate; 95 % intervals."
+    d.text(24, 320, note, "soft", 10)
     return str(d)
 
 
