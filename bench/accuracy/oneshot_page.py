@@ -63,10 +63,10 @@ def _value(rows: Rows) -> str:
 
 
 def _best(values: list[str], model: str) -> list[str]:
-    """The values, the best in bold."""
+    """The values, the best of several in bold."""
     known = [v for v in values if v]
     best = (max if "cosine" in NAMES[model] else min)(known, key=float, default="")
-    return [f"**{v}**" if v == best else v for v in values]
+    return [f"**{v}**" if v == best and len(known) > 1 else v for v in values]
 
 
 def tuned(rows: Rows) -> str:
@@ -111,7 +111,7 @@ def tokens(rows: Rows) -> str:
     for model in VARIED:
         for count in sorted({r.tokens for r in found if r.model == model}):
             values = [_value([r for r in found if (r.model, r.tokens, r.method) == (model, count, m)]) for m in METHODS[1:]]
-            if all(values):  # some alone would have nothing to be compared with
+            if any(values):
                 lines.append([NAMES[model], f"{count:,}", *_best(values, model)])
     return table(lines)
 
