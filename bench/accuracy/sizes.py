@@ -28,6 +28,9 @@ from .tasks.code import IN_8_BITS, INTEGERS, STEPS, WHOLE, config
 VALUES = ("", *INTEGERS)
 """Kinds of weights; empty: bfloat16."""
 
+ANCHOR = "#does-24-beat-a-smaller-dense-model"
+"""Of the section of the page."""
+
 STUDIES_OF_SIZES = tuple(name for name in STUDIES if name.startswith("sizes"))
 
 
@@ -178,5 +181,5 @@ def outcome(shown: Tables) -> str:
     bytes_ = f"{', '.join(some)} and {last} than that of a dense one of as many bytes"
     return (
         f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is {bytes_}, "
-        f"and {said(by_training)} than that of a dense one of as much training."
+        f"and {said(by_training)} than that of a dense one of as much training ([the curves](bench/accuracy/README.md{ANCHOR}))."
     )
