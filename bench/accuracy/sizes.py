@@ -170,16 +170,20 @@ def outcome(shown: Tables) -> str:
     if not (by_training and all(by_bytes.values())):
         return ""
 
-    def said(found: dict[int, tuple[Point, Estimate]]) -> str:
-        less = found[max(found)][1]
+    def said(less: Estimate) -> str:
         if abs(less.mean) <= less.half:
             return f"level ({less.shown(sign=True)})"
         return f"{Estimate(abs(less.mean), less.error, less.n).shown()} {'lower' if less.mean < 0 else 'higher'}"
 
     width = max(by_bytes["bfloat16"])
-    *some, last = (f"{said(found)} in {values}" for values, found in by_bytes.items())
-    bytes_ = f"{', '.join(some)} and {last} than that of a dense one of as many bytes"
+    sparse, (rounded,) = by_bytes["bfloat16"][width][0], (p for p in every if (p.method, p.width, p.values) == (DENSE, width, "int4"))
+    *some, last = (f"{said(found[max(found)][1])} in {values}" for values, found in by_bytes.items())
+    against = said(combined([(1, rounded.losses), (-1, sparse.losses)]))
+    trained = said(by_training[max(by_training)][1])
     return (
-        f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is {bytes_}, "
-        f"and {said(by_training)} than that of a dense one of as much training ([the curves](bench/accuracy/README.md{ANCHOR}))."
+        f"**Against a smaller dense model:** after {STEPS:,} steps the loss of a 2:4 byte GPT of width {width}, in nats, is "
+        f"{', '.join(some)} and {last} than that of a dense one of as many bytes (in the layers that can be sparse), and "
+        f"{trained} than that of one of as much training. **Against rounding:** the dense model of that width in int4 has "
+        f"{rounded.blocks / sparse.blocks:.2f} of the bytes of the 2:4 one in bfloat16, and its loss is {against}. "
+        f"[The curves](bench/accuracy/README.md{ANCHOR})."
     )
