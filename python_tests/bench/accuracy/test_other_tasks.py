@@ -33,7 +33,7 @@ def test_fine_tuning_starts_from_cached_pretraining(tmp_path, monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
     assert len(list(tmp_path.glob("pretrained-4-*.pt"))) == len(list(tmp_path.iterdir())) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "_model", lambda: pytest.fail("trained again"))
+        patch.setattr(finetune, "GPT", lambda config: pytest.fail("trained again"))
         assert all(torch.equal(value, weights[key]) for key, value in finetune.pretrained(tmp_path, steps=4).items())
     monkeypatch.setattr(finetune, "pretrained", lambda folder, steps: weights if steps == 2000 else pytest.fail("other weights"))
     task = finetune.FineTuneGPT()
