@@ -54,7 +54,7 @@ def round_values(packed: ops.Compressed, values: str, group: int | None, h: Tens
             damping *= 10
     else:
         return nearest
-    usual = ops.Compressed(unpack_integers(nearest.values, kept).to(dtype), nearest.indices, nearest.pattern, nearest.shape).dense()
+    usual = ops.Compressed(unpack_integers(nearest.values, kept).to(dtype), packed.indices, packed.pattern, packed.shape).dense()
     integers, steps = [], []
     for part in (slice(i, i + ROWS) for i in range(0, rows, ROWS)):
         # transposed, so that the weights of one column are contiguous

@@ -97,7 +97,10 @@ def slow(packed, bits, group, h, damping=DAMPING):
     return torch.stack(all_q), torch.stack(all_steps)
 
 
-@pytest.mark.parametrize(("values", "group", "pattern"), [("int4", 16, "2:4"), ("int4", 0, "1:4"), ("int8", 0, "2:4"), ("int8", 12, "1:4")])
+@pytest.mark.parametrize(
+    ("values", "group", "pattern"),
+    [("int4", 16, "2:4"), ("int4", 0, "1:4"), ("int8", 0, "2:4"), ("int8", 12, "1:4"), ("int4", 16, "1:1")],
+)
 def test_as_a_slow_loop(values, group, pattern):
     packed, h = problem(1 if group == 12 else 4, 48, pattern)
     got = round_values(packed, values, group, h, 1000)
