@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,39 +26,27 @@ TITLES = {"roofline": "Roofline of the sparse GEMM", "speedup": "Speed-up of the
 
 
 def draw(rows: Rows, folder: Path, slug: str) -> list[Path]:
-    """Write the figures for which there are rows, as SVG; nothing without matplotlib."""
-    paints: dict[str, Callable[[Any], bool]] = {"roofline": lambda axes: roofline(rows, axes), "speedup": lambda axes: speedup(rows, axes)}
-    paths = {name: folder / f"{slug}-{name}.svg" for name in paints}
-    return [paths[name] for name, paint in paints.items() if painted(paths[name], paint, TITLES[name], "both")]
-
-
-def painted(
-    path: Path, paint: Callable[[Any], bool], title: str = "", lines: str = "major", legend: bool = True, description: str | None = None
-) -> bool:
-    """Write the figure that ``paint`` draws on axes as SVG, if it returns True; the same points give the same bytes.
-
-    Args:
-        description: written to the file's metadata.
-    """
+    """Write the figures for which there are rows, as SVG; nothing without matplotlib. The same points give the same bytes."""
     try:
         import matplotlib
     except ImportError:
-        return False
+        return []
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
-        figure, axes = plt.subplots(figsize=(6, 4))
-        drawn = paint(axes)
-        if drawn:
-            axes.set_title(title)
-            axes.grid(True, which=lines, linewidth=0.3)
-            if legend:
+    found = []
+    for name, paint in {"roofline": roofline, "speedup": speedup}.items():
+        with matplotlib.rc_context({"svg.hashsalt": "nmkernels", "svg.fonttype": "path", "font.size": 9}):
+            figure, axes = plt.subplots(figsize=(6, 4))
+            if paint(rows, axes):
+                axes.set_title(TITLES[name])
+                axes.grid(True, which="both", linewidth=0.3)
                 axes.legend(fontsize=7)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, metadata={"Date": None, "Description": description}, bbox_inches="tight")
-        plt.close(figure)
-    return drawn
+                found.append(folder / f"{slug}-{name}.svg")
+                folder.mkdir(parents=True, exist_ok=True)
+                figure.savefig(found[-1], metadata={"Date": None}, bbox_inches="tight")
+            plt.close(figure)
+    return found
 
 
 def roofline(rows: Rows, axes: Any) -> bool:

@@ -138,7 +138,7 @@ LINES_GPU = (
 
 def page(rows: Rows) -> str:
     """The tables of CPUs and of GPUs."""
-    found = tables.by_machine(r for r in rows if r["op"] != "train")
+    found = tables.by_machine(rows)
     cpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cpu" and _as_in_a_model(mine)}
     gpus = {machine: mine for machine, mine in found.items() if device_of(machine) == "cuda"}
     return "\n\n".join(filter(None, (_table(LINES, cpus, "float32"), _table(LINES_GPU, gpus, "bfloat16"))))
@@ -160,7 +160,7 @@ def _table(chosen: Sequence[Line], machines: Mapping[str, Rows], dtype: str) -> 
 
 def machines(rows: Rows, results: Path) -> str:
     """A tab for each machine: its measurements, how many targets are met, its figures, and a link to all of its rows."""
-    found = tables.by_machine(r for r in rows if r["op"] != "train")
+    found = tables.by_machine(rows)
     order = sorted(found, key=lambda machine: not _as_in_a_model(found[machine]))
     return "\n\n".join(f'=== "{machine}"\n\n{textwrap.indent(_machine(found[machine], results), "    ")}' for machine in order)
 

@@ -53,13 +53,9 @@ def load(folder: Path) -> Rows:
 
 
 def page(rows: Rows, drawn: list[str], reasons: Path) -> str:
-    """``bench/results/README.md``: the trained models, then for each machine its targets, figures (those in ``drawn``) and all cases."""
-    speeds = tables.by_machine(r for r in rows if r["op"] != "train")
-    trained = tables.by_machine(r for r in rows if r["op"] == "train")
+    """``bench/results/README.md``: for each machine its targets, figures (those in ``drawn``) and all cases."""
     parts = [HEAD] if rows else [HEAD, "No measurements are committed yet."]
-    if trained:
-        parts += ["## Trained models", *(f"{tables.stamp(mine)}\n\n{tables.plain(mine)}" for mine in trained.values())]
-    for machine, mine in speeds.items():
+    for machine, mine in tables.by_machine(rows).items():
         parts += [f"## {machine}", tables.stamp(mine)]
         verdicts = targets.verdicts(mine, device_of(machine), targets.load_reasons(reasons, machine))
         if any(v.measured for v in verdicts):

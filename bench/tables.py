@@ -139,15 +139,6 @@ def _state(v: Verdict, mark: str) -> str:
 # ---- every row
 
 
-def plain(rows: Rows) -> str:
-    """Rows that are not speeds, one line each: the median of every provider."""
-    lines = ["| what | provider | median (p20 to p80) | |", "| --- | --- | --- | --- |"]
-    for r in rows:
-        what = " ".join(r[k] for k in ("op", "pattern", "dtype", "shape") if r[k])
-        lines.append(f"| {what} | {r['provider']} | {spread(r)} | {r['metric']} |")
-    return "\n".join(lines)
-
-
 def details(rows: Rows) -> str:
     """One table per op: a line for each case and provider of ours, with the times of the others in further columns."""
     parts = []

@@ -40,16 +40,12 @@ SMALL = (128, 128)
 
 
 def _streams() -> list[Target]:
-    found = []
-    for name in ("mask", "prune", "compress", "soft_threshold"):
-        specs = tuple(Spec(f"nm_{name}", "2:4", dtype, *WEIGHT) for dtype in BOTH)
-        found.append(Target(name, f"{name}, `out=`, 4096×11008", "bandwidth of `copy_`", "share of copy", 0.7, specs, 0.9))
-    for name in ("mask", "prune", "compress", "soft_threshold"):
-        specs = tuple(Spec(f"nm_{name}", "2:4", dtype, *WEIGHT) for dtype in BOTH)
-        fresh = f"{CPU}, new output"
-        found.append(
-            Target(f"{name}-new", f"{name}, new output, 4096×11008", "rate of `clone()`", "share of clone", 1.2, specs, provider=fresh)
-        )
+    cases = {
+        name: tuple(Spec(f"nm_{name}", "2:4", dtype, *WEIGHT) for dtype in BOTH) for name in ("mask", "prune", "compress", "soft_threshold")
+    }
+    by, new = f"{CPU}, new output", "share of clone"
+    found = [Target(n, f"{n}, `out=`, 4096×11008", "bandwidth of `copy_`", "share of copy", 0.7, s, 0.9) for n, s in cases.items()]
+    found += [Target(f"{n}-new", f"{n}, new output, 4096×11008", "rate of `clone()`", new, 1.2, s, provider=by) for n, s in cases.items()]
     for dtype, bound in (("float32", 0.35), ("bfloat16", 0.25)):
         specs = (Spec("nm_mvue_compress", "2:4", dtype, *WEIGHT),)
         what = f"mvue_compress, `out=`, 4096×11008, {dtype}"

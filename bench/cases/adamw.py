@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nmkernels import Pattern
+from nmkernels import Pattern, testing
 from nmkernels.optim import MaskedAdamW, UpdateRule
 from nmkernels.optim.rules import Target
 
@@ -101,5 +101,5 @@ def _gate(w: Tensor, g: Tensor, spec: Spec) -> None:
             stats = run([p], [g], [moments[0]], [moments[1]], [], [step], hyper, spec.n, spec.m, False, False, False, False, None, None)
         states.append(((p, step, *moments), stats))
     (mine, sums), (expected, reference_sums) = states
-    _ours.same_bits(mine, expected, OP)
+    testing.assert_equal_bits(mine, expected, OP)
     torch.testing.assert_close(sums, reference_sums, rtol=1e-6, atol=0.0)

@@ -56,7 +56,7 @@ def streaming(spec: Spec, device: str) -> Work:
             testing.fill_poison(leaf)
         got = _leaves(run())
         for part in _ours.ends(spec.rows, spec.cols):
-            _ours.same_bits([leaf[part] for leaf in got], _leaves(_ours.reference(spec.op)(w[part], spec.n, spec.m)), spec.op)
+            testing.assert_equal_bits([leaf[part] for leaf in got], _leaves(_ours.reference(spec.op)(w[part], spec.n, spec.m)), spec.op)
 
     args = (w, spec.n, spec.m)
     mine = _ours.ours(spec.op, args, lambda: Provider("", reuse, moved, check=lambda: check(reuse)))
@@ -102,7 +102,7 @@ def decompress(spec: Spec, device: str) -> Work:
         ops.decompress(c, out=out)
         for part in _ours.ends(spec.rows, spec.cols):
             expected = _ours.reference(spec.op)(c.values[part], c.indices[part], spec.n, spec.m, spec.cols)
-            _ours.same_bits(out[part], expected, spec.op)
+            testing.assert_equal_bits(out[part], expected, spec.op)
 
     args = (c.values, c.indices, spec.n, spec.m, spec.cols)
     mine = _ours.ours(spec.op, args, lambda: Provider("", lambda: ops.decompress(c, out=out), c.nbytes + out.nbytes, check=check))
@@ -128,7 +128,7 @@ def transposable(spec: Spec, device: str) -> Work:
         part = slice(0, max(spec.m, GATE_TILES * spec.m * spec.m // spec.cols // spec.m * spec.m))
         expected = _ours.reference(spec.op)(w[part], spec.n, spec.m)
         if spec.pattern == "2:4":
-            _ours.same_bits(got[part], expected, spec.op)
+            testing.assert_equal_bits(got[part], expected, spec.op)
         else:
             ours, best = ((w[part].abs() * keep).sum(dtype=torch.float64) for keep in (got[part], expected))  # type: ignore[operator]
             assert abs(float(ours - best)) <= 1e-6 * float(best), f"{spec.op}: keeps {float(ours)}, the best mask {float(best)}"

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmkernels import Compressed, ops
+from nmkernels import Compressed, ops, testing
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 from .dense import onednn, onednn_takes
-from .linear import no_worse, part
+from .linear import part
 from .machine import READ, last_level_cache
 
 OP = "nm_linear_integers"
@@ -51,7 +51,7 @@ def fprop(spec: Spec, device: str) -> Work:
             y, dense = call(c), c.dense().to(x.dtype)
             exact = c.dense(torch.float32).double()
             for some in part(spec.tokens):
-                no_worse(y[some], F.linear(x[some], dense), F.linear(x[some].double(), exact), spec)
+                testing.assert_no_worse(y[some], F.linear(x[some], dense), F.linear(x[some].double(), exact), spec.op)
 
         return Provider(name, lambda: call(weight()), c.nbytes + others, full * spec.n / spec.m, check=check)
 

@@ -54,13 +54,13 @@ def _packing(spec: Spec, device: str, mask: str, columns: bool, layout: str = "c
         head = w[:GATE_ROWS]
         expected: tuple[Tensor, ...] = _ours.reference("nm_pack")(head, *args[1:])  # type: ignore[assignment]
         few = {"mma.sp": GATE_ROWS // 16, "wgmma.sp": GATE_ROWS // 64}.get(layout, GATE_ROWS)
-        _ours.same_bits((got[0][:GATE_ROWS], got[1][:few]), expected[:2], spec.op)
+        testing.assert_equal_bits((got[0][:GATE_ROWS], got[1][:few]), expected[:2], spec.op)
         if dense:
-            _ours.same_bits(got[4][:GATE_ROWS], expected[4], spec.op)
+            testing.assert_equal_bits(got[4][:GATE_ROWS], expected[4], spec.op)
         if columns:  # the first columns of Wᵀ belong to the same rows of W
             kept = GATE_ROWS // spec.m * spec.n
             width = expected[3].shape[-1]
-            _ours.same_bits((got[2][:, :kept], got[3][:, :width]), expected[2:4], spec.op)
+            testing.assert_equal_bits((got[2][:, :kept], got[3][:, :width]), expected[2:4], spec.op)
 
     moved = w.nbytes + sum(part.nbytes for part in torch.ops.nmkernels.nm_pack(*args))
     mine = _ours.ours("nm_pack", args, lambda: Provider("", call, moved, check=check))
@@ -101,7 +101,7 @@ def _estimate(spec: Spec, device: str, dim: int) -> Work:
         few = min(len(out.values), max(1, _ours.GATE_ELEMENTS // (spec.rows if dim == 0 else spec.cols)))
         head = g[:, :few] if dim == 0 else g[:few]
         expected = _ours.reference("nm_mvue_compress")(head, spec.n, spec.m, dim, seed, "exact")
-        _ours.same_bits((out.values[:few], out.indices[:few]), expected, spec.op)
+        testing.assert_equal_bits((out.values[:few], out.indices[:few]), expected, spec.op)
 
     args = (g, spec.n, spec.m, dim, seed, "exact")
     mine = _ours.ours("nm_mvue_compress", args, lambda: Provider("", call, g.nbytes + out.nbytes, check=check))

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from nmkernels import ops
+from nmkernels import ops, testing
 
 from ..device import rotated
 from ..registry import Grid, Provider, Ratio, Spec, Work, family
 from . import _ours
 from .gemm import BF16, CUBE, CUBE_TOKENS, FFN
-from .linear import no_worse, part
+from .linear import part
 from .machine import last_level_cache
 
 OP, E4M3 = "nm_linear_quantized", torch.float8_e4m3fn
@@ -71,7 +71,7 @@ def _provider_args(
         for some in part(spec.tokens):
             few = ops.Quantized(x.values[some], x.step[some])
             with _ours.forced("reference"):
-                no_worse(y[some], call(few, w), call(few, w, torch.float32).double(), spec)
+                testing.assert_no_worse(y[some], call(few, w), call(few, w, torch.float32).double(), spec.op)
 
     packed = w.values.nbytes + w.meta.nbytes
     weight = rotated(w, packed, cache, lambda q: ops.QuantizedPacked(q.values.clone(), q.meta.clone(), q.step))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nmkernels as nm
 from examples.train_gpt.model import GPT, GPTConfig, generate
+from nmkernels import testing
 from nmkernels.autograd import STRAIGHT_THROUGH, HardMask
 from nmkernels.gemm.forms import layout_on
 
@@ -122,7 +123,7 @@ class _Training:
             if isinstance(layer.transform, HardMask):
                 pattern, used = layer.pattern, layer.effective_weight()
                 part = _ours.ends(*used.shape)[0]
-                _ours.same_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
+                testing.assert_equal_bits(used[part], _ours.reference("nm_prune")(layer.master.detach()[part], pattern.n, pattern.m), name)
         baseline.zero_grad()
         self.optimizer.zero_grad()
         losses = [model.loss(self.x[:1], self.y[:1]) for model in (self.model, baseline)]  # type: ignore[operator]

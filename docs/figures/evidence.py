@@ -58,8 +58,8 @@ def step_rates(shown: Tables) -> str:
     d = Drawing(
         880,
         232,
-        "The loss with a frozen second moment less that with one that continues, by learning rate: below zero at the lowest rates, above "
-        "at the highest",
+        "The loss with a frozen second moment less that with one that continues, by learning rate: in four of five places "
+        "below zero at the lowest rate and above at the highest",
     )
     for i, (task, pattern) in enumerate(PLACES):
         best = next(iter(shown.best(case(task, FROZEN, pattern)).values())).lr

@@ -134,6 +134,17 @@ def test_the_table_and_the_words(shown):
     assert sizes.text(Tables([])) == sizes.summary(Tables([])) == sizes.outcome(Tables([])) == ""
 
 
+def test_a_rate_at_an_end_of_those_tried_is_named(shown):
+    names = (DENSE, "asp", "ste")
+    assert shown.ends("code-64", "2:4", names) == "Of the rates 0.001 and 0.0017 the lowest was best for all: others may be better."
+    moved = {1e-3: 1.7e-3, 1.7e-3: 1e-3}
+    other = Tables(replace(r, lr=moved.get(r.lr, r.lr)) if r.method == "asp" else r for r in shown.rows)
+    assert other.ends("code-64", "2:4", names).endswith(
+        "the lowest was best for `dense`, the highest was best for `asp`: others may be better."
+    )
+    assert shown.ends("code-64", "2:4", ("ste",)) == ""
+
+
 def test_figures_are_drawn(shown, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "figures"))
     import evidence
