@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -422,7 +422,12 @@ def mark_(model: nn.Module) -> None:
     """Set or remove the quantizer of every Hugging Face model in ``model``, so that ``save_pretrained`` writes compressed layers.
 
     ``compress_``, ``densify_`` and ``load_compressed`` call it; call it yourself after you have inserted a ``CompressedLinear`` by hand.
+    A model that is marked gets a config of its own, since others may have been built from the same object.
     """
+    for part in _outermost(model):
+        headless = part.base_model is part and not part.can_generate()
+        if compressed_layers(part) and not (part is model and headless):  # else a model around it, which is saved, may have the same one
+            _own_config_(part, model)
     for part in reversed(list(model.modules())):  # the outermost model last: inner ones share its config
         if not isinstance(part, PreTrainedModel):
             continue
@@ -450,6 +455,27 @@ def mark_(model: nn.Module) -> None:
             part.model_tags = [tag for tag in part.model_tags or () if tag != METHOD]
             for name in ("save_pretrained", "_upload_modified_files"):
                 part.__dict__.pop(name, None)
+
+
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """The Hugging Face models in ``module`` that are not parts of others there."""
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _own_config_(part: Any, model: nn.Module) -> None:
+    """Copy the config of ``part``, with those inside it, for all modules of ``model`` that hold it; not if it has a quantizer already."""
+    if getattr(part, "hf_quantizer", None) is not None:
+        return
+    copies: dict[int, Any] = {}
+    copy.deepcopy(part.config, copies)
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if isinstance(value, transformers.PretrainedConfig) and id(value) in copies:
+                module.__dict__[name] = copies[id(value)]
 
 
 def _save_pretrained(model: Any, save_directory: Any, *args: Any, **keywords: Any) -> Any:

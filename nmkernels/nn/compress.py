@@ -110,6 +110,8 @@ def compress_(
         >>> type(compress_(model)[0]).__name__
         'CompressedLinear'
     """
+    if values not in (None, "float", *BITS):
+        raise OptionError(f"compress_: values={values!r} is unknown; choose one of {', '.join(map(repr, BITS))}, 'float', or None.")
     chosen = dense_layers("compress_", model, dense, values, group)
     layers = {layer_name(name, module): module for name, module in model.named_modules() if isinstance(module, NMWeight)}
     if values is None and group is None:
@@ -120,6 +122,8 @@ def compress_(
         rounds = {name: one for name, one in rounds.items() if isinstance(one, NMWeight)}
     forms: dict[nn.Module, Any] = {one: (values, group) if values is not None else one.integers for one in rounds.values()}
     if not (layers or rounds or chosen):
+        if any(isinstance(module, (CompressedLinear, CompressedStack)) for module in model.modules()):
+            raise RecipeError("compress_: all sparse layers are compressed already. nm.densify_(model) makes them dense again.")
         raise RecipeError(
             "compress_: the model has no SparseLinear. Train it with sparsify_ and call handle.finish() first; "
             "for a model that was pruned elsewhere: nm.recipes.adopt(model).finish(allow_unused=True)."
@@ -153,6 +157,7 @@ def compress_(
                 return weight
             return (_as_rounded(layer, *forms[layer]) if pruned[layer] else None) or ops.quantize_values(weight, *forms[layer])
 
+    rounded = rounded_dense(chosen, str(values), group, keep_dense)  # which may fail for want of memory
     for module in [module for module in model.modules() if isinstance(module, SparseExperts)]:
         stacks = module.stacks.items()
         made_of = {key: CompressedStack(packed(s), s.experts, s.layout, keep_dense, s.weight.dtype) for key, s in stacks}
@@ -164,7 +169,7 @@ def compress_(
             one.keep_dense = one.keep_dense or keep_dense
             if one.weight.step is None:
                 one.round_(made.get(one) or ops.quantize_values(one.weight, *forms[one]))
-    replace_each_(model, rounded_dense(chosen, str(values), group, keep_dense))
+    replace_each_(model, rounded)
     after_swap(model)
     return model
 
@@ -340,7 +345,9 @@ def compressed_like(
         conv: Any = dense
         new = CompressedConv2d(weight, conv.kernel_size, bias, conv.stride, conv.padding, conv.dilation, conv.padding_mode, keep_dense)
     elif layout == EMBEDDING:
-        new = CompressedEmbedding(weight, dense.padding_idx, old.dtype)  # type: ignore[arg-type]
+        embedding: Any = dense
+        new = CompressedEmbedding(weight, embedding.padding_idx, old.dtype)
+        new.sparse, new.scale_grad_by_freq = embedding.sparse, embedding.scale_grad_by_freq
     elif is_sharded(old):
         new = CompressedPart(weight, old, bias, layout, keep_dense, adapter, columns)
     else:
@@ -407,7 +414,8 @@ def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.
         with torch.device("meta"):
             dense = Conv1D(*reversed(sizes))
     elif isinstance(layer, CompressedEmbedding):
-        dense = nn.Embedding(*layer.shape, padding_idx=layer.padding_idx, device="meta")
+        frequent = layer.scale_grad_by_freq
+        dense = nn.Embedding(*layer.shape, layer.padding_idx, scale_grad_by_freq=frequent, sparse=layer.sparse, device="meta")
     else:
         dense = nn.Linear(*sizes, False, device="meta")
     dense.register_parameter("weight", parameter)

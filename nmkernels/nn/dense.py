@@ -51,6 +51,8 @@ class CompressedEmbedding(CompressedLinear):
     """
 
     layouts = (EMBEDDING,)
+    sparse = scale_grad_by_freq = False
+    """Of the dense layer that it replaces, for whoever makes it dense again."""
 
     def __init__(self, weight: ops.Compressed, padding_idx: int | None = None, dtype: torch.dtype | None = None) -> None:
         if weight.step is None or weight.pattern.m != 1:
@@ -123,6 +125,8 @@ def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
         return "its weight is sharded; save a dense checkpoint, and load it into a plain model"
     if type(weight.detach()) not in (Tensor, FakeTensor) or not weight.is_floating_point():
         return f"its weight is a {type(weight.detach()).__name__} of {weight.dtype}, which is quantised already"
+    if not weight.numel():
+        return "its weight is empty"
     try:
         group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
     except OptionError as error:

@@ -679,6 +679,25 @@ def test_marks_come_and_go(llama: tuple[Any, Path]) -> None:
     assert not wrapped[0].is_quantized and not packed(wrapped) and getattr(wrapped[0], "hf_quantizer", None) is None
 
 
+def test_models_of_one_config_stay_apart(tmp_path: Path) -> None:
+    config = built("llama").config
+    student, teacher, base = (
+        make(config) for make in (transformers.LlamaForCausalLM, transformers.LlamaForCausalLM, transformers.LlamaModel)
+    )
+    nm.compress_(trained(student, "llama"))
+    own = student.config
+    assert own is not config and own is student.model.config is student.model.layers[0].self_attn.config
+    student.set_attn_implementation("eager")  # reaches all that read it
+    assert student.model.layers[0].self_attn.config._attn_implementation == "eager"
+    for name, model in (("teacher", teacher), ("base", base), ("student", student)):
+        model.save_pretrained(tmp_path / name)
+    assert not packed(loaded(tmp_path / "teacher")) and not packed(AutoModel.from_pretrained(tmp_path / "base"))
+    assert same_state(loaded(tmp_path / "student"), student)
+    nm.compress_(trained(teacher, "llama").model)  # a part, whose config the saved model has
+    teacher.save_pretrained(tmp_path / "whole")
+    assert same_state(loaded(tmp_path / "whole"), teacher)
+
+
 def test_saving_with_another_quantizer_is_refused() -> None:
     model = trained(built("llama"), "llama")
     model.hf_quantizer = object()

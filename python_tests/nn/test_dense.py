@@ -125,9 +125,13 @@ def test_densify_gives_tied_dense_layers_back() -> None:
     model, ids = compressed(values="int4"), torch.arange(9)
     want = model.embed(ids)
     model.embed.register_forward_hook(lambda module, args, y: y * 2)
+    assert not model.embed.sparse and not model.embed.scale_grad_by_freq
     nm.densify_(model)
     assert type(model.embed) is nn.Embedding and model.embed.padding_idx == 3 and model.embed.weight is model.head.weight
     assert type(model.head) is nn.Linear and equal_bits(model.embed(ids), want * 2)
+    other = nn.Sequential(nn.Embedding(8, 16, scale_grad_by_freq=True, sparse=True))
+    nm.densify_(nm.compress_(other, values="int8", dense=["0"]))
+    assert other[0].scale_grad_by_freq and other[0].sparse and other[0].padding_idx is None
 
 
 def test_names() -> None:
@@ -176,6 +180,9 @@ def refused(change: Any, match: str, **options: Any) -> Any:
         refused(lambda m: m.__setattr__("other", Other(m.embed.weight)), "shares its weight with 'other', a Other", dense=["head"]),
         refused(lambda m: nn.utils.parametrizations.weight_norm(m.head), "computed by torch.nn.utils.parametrize", dense=["head"]),
         refused(lambda m: m.embed.to("meta"), "it has no data to round"),
+        refused(lambda m: m.__setattr__("embed", nn.Linear(0, 8)), "its weight is empty", values="int4"),
+        refused(None, "values='int2' is unknown; choose one of 'int8', 'int4', 'float', or None", values="int2"),
+        refused(lambda m: nm.compress_(m), "all sparse layers are compressed already. nm.densify_", dense=(), values=None),
     ],
 )
 def test_refuses_before_anything_changes(change: Any, match: str, options: dict[str, Any]) -> None:
