@@ -91,7 +91,8 @@ def prune_(
         filter_fn: as for ``sparsify_``.
         method: ``"admm"``, ``"sparsegpt"``, ``"wanda"``, ``"magnitude"``, with settings as in ``"admm(transposable=True)"``, or a
             ``OneShot`` such as ``ADMM(transposable=True)``.
-        device: where blocks are computed and solved, one at a time, for instance ``"cuda"``; default where they are.
+        device: where blocks are computed and solved, one at a time, for instance ``"cuda"``; default where they are. What is outside
+            blocks stays where it is, and a model without blocks must be there already.
         sequential: False: all inputs come from the dense model, which saves a pass over each block and is a little worse.
         folder: results of finished blocks are kept there, and an interrupted run resumes from them; default in memory.
         forward: ``forward(model, batch)`` for a model that is called in another way.
@@ -106,7 +107,7 @@ def prune_(
 
     Raises:
         RecipeError: no layer can be pruned, the model is sharded, offloaded or in sparse training, the data is empty, the method is
-            unknown, or a name in ``pattern`` fits no layer.
+            unknown, a name in ``pattern`` fits no layer, or ``device`` cannot be used.
         OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
         CheckpointError: ``folder`` holds another run, or cannot be written. In case of any error the model is as it was.
 
@@ -118,9 +119,9 @@ def prune_(
         (True, 512)
     """
     wanted, method = patterns_from("prune_", pattern), resolve(method)
-    device = None if device is None else torch.device(device)
     group = check_values("prune_", values, group)
     with together():
+        device = None if device is None else check_device(device)
         present = check_model(model)
         batches = batches_of(data, model)
         undispatch_(model)
@@ -128,6 +129,11 @@ def prune_(
         pruning = Pruning(model, chosen, report, wanted, method, sequential, permute, values, group)
         pruning.check_groups("prune_")
         relay = Relay(model, chosen, batches, forward or call, blocks, device)
+        if device is not None and not relay.blocks and any(p.device != device for p in model.parameters()):
+            raise RecipeError(
+                f"prune_: device={str(device)!r} is where blocks are computed one at a time, and the model has none. Move it there, by "
+                f"model.to({str(device)!r}), and leave device out; or name the blocks with blocks=."
+            )
     state = [*model.named_parameters(), *model.named_buffers()]
     identity = {
         **pruning.settings,
@@ -471,6 +477,16 @@ def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str
         if least == rank:
             mine.add(p.name)
     return mine
+
+
+def check_device(name: torch.device | str) -> torch.device:
+    """A device that can be used here, with its index if it has one."""
+    try:
+        x = torch.zeros(1, device=name)
+        x.item()  # the meta device makes tensors but cannot read them
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+    return x.device
 
 
 def patterns_from(verb: str, pattern: PatternLike | Mapping[str, PatternLike]) -> Pattern | dict[str, Pattern | None]:
