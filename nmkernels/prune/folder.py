@@ -395,7 +395,7 @@ class _Run:
 
         for number, unit in enumerate(self.pruning.units):
             self.say(number, steps, "writing layers")
-            done = self.pruning.results.load(number)
+            done = self.pruning.as_written(number, self.pruning.results.load(number))
             for name, weight in {**done.layers, **done.rounded}.items():
                 experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
                 for part, tensor in parts_of(weight).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import warnings
@@ -154,6 +155,7 @@ def prune_(
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
                 pruning.write(replace(done, rounded={}))
+                done = pruning.as_written(number, done)
                 compressed, rounded = compressed | done.layers, rounded | done.rounded
     forms = {name: (packed, pruning.integers) for name, packed in compressed.items()}
     return hold_(model, chosen, report, forms, present, rounded)
@@ -215,6 +217,7 @@ class Pruning:
     group: int | None = None
     results: Results = field(init=False)
     units: list[Unit] = field(init=False)
+    orders: list[list[tuple[str, list[int]]]] = field(init=False)
     whole: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -274,9 +277,11 @@ class Pruning:
                 self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
         gains: dict[str, str] = {}
+        self.orders = []
         for number, unit in enumerate(self.units):  # all files are read before anything is written
             done = results.load(number, [c.name for c in unit.layers])
             rows, gains = rows | done.rows, gains | done.gains
+            self.orders.append(done.orders)
         order = {name: i for i, name in enumerate(self.layers)}
         report = self.report
         report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
@@ -435,9 +440,24 @@ class Pruning:
             parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
         self._forget()
 
+    def as_written(self, number: int, done: Done) -> Done:
+        """The result of a unit with the rows of its layers in the order that later units have given to their outputs."""
+        layers, rounded = dict(done.layers), dict(done.rounded)
+        for reader, order in itertools.chain.from_iterable(self.orders[number + 1 :]):
+            for name in self._chain(reader).producers:
+                for weights in (layers, rounded):
+                    if name in weights:
+                        w = weights[name]
+                        step = None if w.step is None else w.step[order]
+                        weights[name] = Compressed(w.values[order], w.indices[order], w.pattern, w.shape, step)
+        return replace(done, layers=layers, rounded=rounded)
+
+    def _chain(self, reader: str) -> Chain:
+        return next(chain for chain in self.chains if reader in chain.consumers)
+
     def _channels(self, reader: str) -> list[tuple[Tensor, int]]:
         """What is reordered with the inputs of layer ``reader``, and along which dimensions."""
-        return [*channel_parameters(self.model, next(chain for chain in self.chains if reader in chain.consumers))]
+        return [*channel_parameters(self.model, self._chain(reader))]
 
     def _forget(self) -> None:
         """Drop what was computed from the weights as they were."""
