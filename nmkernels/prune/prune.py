@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -409,6 +409,9 @@ class Pruning:
             homes = {relay.block_of.get(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
             if not names or homes != {unit.block}:
                 continue
+            if reason := self._fixed(chain, layers):
+                done.gains.update(dict.fromkeys(names, f"left alone: {reason}"))
+                continue
             if len({self.patterns[name] for name in names}) > 1:
                 done.gains.update(dict.fromkeys(names, f"left alone: {', '.join(names)} have different patterns"))
                 continue
@@ -428,6 +431,21 @@ class Pruning:
                 # of a convolution the channels are innermost
                 order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, search.order.to(h.device)].flatten()
                 means[source] = h[order][:, order], tokens
+
+    def _fixed(self, chain: Chain, unit: Collection[str]) -> str:
+        """Why a layer of ``chain`` that is pruned outside ``unit`` keeps its channels in their order; empty if none does."""
+        for name in (*chain.consumers, *chain.producers):
+            layer: Any = self.model.get_submodule(name)
+            present = name not in self.layers and isinstance(layer, NMWeight)
+            if name in unit or not (present or name in self.layers):
+                continue
+            if name in chain.consumers:
+                return f"{name} is {layer.pattern} already" if present else f"{name} has another input, and is pruned separately"
+            if present and layer.integers:  # they belong to the weight as it is
+                return f"the integers of {name} are chosen already"
+            if self.method.transposable and not present:  # any other mask stays N:M when rows move
+                return f"the mask of {name} is transposable"
+        return ""
 
     def write(self, done: Done) -> None:
         """Put the results of a unit into the model, rounded where they are."""
