@@ -46,6 +46,7 @@ from .disk import OnDisk, check_folder, class_of, open_folder
 from .plot import check_plot, plot_errors
 from .progress import Progress, Tell
 from .prune import Pruning, choose, patterns_from, trial
+from .prune import check_device as check_device
 from .ranks import ranks
 from .relay import Relay
 from .results import Results, digest, owned
@@ -394,7 +395,7 @@ class _Run:
 
         for number, unit in enumerate(self.pruning.units):
             self.say(number, steps, "writing layers")
-            done = self.pruning.results.load(number)
+            done = self.pruning.as_written(number, self.pruning.results.load(number))
             for name, weight in {**done.layers, **done.rounded}.items():
                 experts = self.pruning.layers[name].shape[0] if packed[name] != name else None
                 for part, tensor in parts_of(weight).items():
@@ -544,16 +545,6 @@ def check_tokens(model: Any, batches: Sequence[Any]) -> None:
                 f"batch {number} of the data has token {wrong}, and the model's vocabulary has 0 to {size - 1}; take the tokenizer of "
                 "this model."
             )
-
-
-def check_device(name: torch.device | str) -> torch.device:
-    """A device that can be used here."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()  # the meta device makes tensors but cannot read them
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
-    return device
 
 
 def _digest_of(path: Path, say: Progress) -> str:

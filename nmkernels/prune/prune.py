@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -91,7 +92,8 @@ def prune_(
         filter_fn: as for ``sparsify_``.
         method: ``"admm"``, ``"sparsegpt"``, ``"wanda"``, ``"magnitude"``, with settings as in ``"admm(transposable=True)"``, or a
             ``OneShot`` such as ``ADMM(transposable=True)``.
-        device: where blocks are computed and solved, one at a time, for instance ``"cuda"``; default where they are.
+        device: where blocks are computed and solved, one at a time, for instance ``"cuda"``; default where they are. What is outside
+            blocks stays where it is, and a model without blocks must be there already.
         sequential: False: all inputs come from the dense model, which saves a pass over each block and is a little worse.
         folder: results of finished blocks are kept there, and an interrupted run resumes from them; default in memory.
         forward: ``forward(model, batch)`` for a model that is called in another way.
@@ -106,7 +108,7 @@ def prune_(
 
     Raises:
         RecipeError: no layer can be pruned, the model is sharded, offloaded or in sparse training, the data is empty, the method is
-            unknown, or a name in ``pattern`` fits no layer.
+            unknown, a name in ``pattern`` fits no layer, or ``device`` cannot be used.
         OptionError: ``values`` is unknown, or ``group`` does not fit a layer.
         CheckpointError: ``folder`` holds another run, or cannot be written. In case of any error the model is as it was.
 
@@ -118,9 +120,9 @@ def prune_(
         (True, 512)
     """
     wanted, method = patterns_from("prune_", pattern), resolve(method)
-    device = None if device is None else torch.device(device)
     group = check_values("prune_", values, group)
     with together():
+        device = None if device is None else check_device(device)
         present = check_model(model)
         batches = batches_of(data, model)
         undispatch_(model)
@@ -128,6 +130,11 @@ def prune_(
         pruning = Pruning(model, chosen, report, wanted, method, sequential, permute, values, group)
         pruning.check_groups("prune_")
         relay = Relay(model, chosen, batches, forward or call, blocks, device)
+        if device is not None and not relay.blocks and any(p.device != device for p in model.parameters()):
+            raise RecipeError(
+                f"prune_: device={str(device)!r} is where blocks are computed one at a time, and the model has none. Move it there, by "
+                f"model.to({str(device)!r}), and leave device out; or name the blocks with blocks=."
+            )
     state = [*model.named_parameters(), *model.named_buffers()]
     identity = {
         **pruning.settings,
@@ -148,6 +155,7 @@ def prune_(
             for number in range(len(pruning.units)):
                 done = pruning.results.load(number)
                 pruning.write(replace(done, rounded={}))
+                done = pruning.as_written(number, done)
                 compressed, rounded = compressed | done.layers, rounded | done.rounded
     forms = {name: (packed, pruning.integers) for name, packed in compressed.items()}
     return hold_(model, chosen, report, forms, present, rounded)
@@ -209,6 +217,7 @@ class Pruning:
     group: int | None = None
     results: Results = field(init=False)
     units: list[Unit] = field(init=False)
+    orders: list[list[tuple[str, list[int]]]] = field(init=False)
     whole: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -268,9 +277,11 @@ class Pruning:
                 self._prune(relay, progress)
         rows: dict[str, Pruned] = {}
         gains: dict[str, str] = {}
+        self.orders = []
         for number, unit in enumerate(self.units):  # all files are read before anything is written
             done = results.load(number, [c.name for c in unit.layers])
             rows, gains = rows | done.rows, gains | done.gains
+            self.orders.append(done.orders)
         order = {name: i for i, name in enumerate(self.layers)}
         report = self.report
         report.pruned = dict(sorted(rows.items(), key=lambda row: order[row[0].partition("[")[0]]))
@@ -398,6 +409,9 @@ class Pruning:
             homes = {relay.block_of.get(self.model.get_submodule(name)) for name in (*chain.producers, *chain.consumers, *chain.between)}
             if not names or homes != {unit.block}:
                 continue
+            if reason := self._fixed(chain, layers):
+                done.gains.update(dict.fromkeys(names, f"left alone: {reason}"))
+                continue
             if len({self.patterns[name] for name in names}) > 1:
                 done.gains.update(dict.fromkeys(names, f"left alone: {', '.join(names)} have different patterns"))
                 continue
@@ -418,6 +432,21 @@ class Pruning:
                 order = torch.arange(len(h), device=h.device).view(-1, chain.channels)[:, search.order.to(h.device)].flatten()
                 means[source] = h[order][:, order], tokens
 
+    def _fixed(self, chain: Chain, unit: Collection[str]) -> str:
+        """Why a layer of ``chain`` that is pruned outside ``unit`` keeps its channels in their order; empty if none does."""
+        for name in (*chain.consumers, *chain.producers):
+            layer: Any = self.model.get_submodule(name)
+            present = name not in self.layers and isinstance(layer, NMWeight)
+            if name in unit or not (present or name in self.layers):
+                continue
+            if name in chain.consumers:
+                return f"{name} is {layer.pattern} already" if present else f"{name} has another input, and is pruned separately"
+            if present and layer.integers:  # they belong to the weight as it is
+                return f"the integers of {name} are chosen already"
+            if self.method.transposable and not present:  # any other mask stays N:M when rows move
+                return f"the mask of {name} is transposable"
+        return ""
+
     def write(self, done: Done) -> None:
         """Put the results of a unit into the model, rounded where they are."""
         for reader, order in done.orders:
@@ -429,9 +458,24 @@ class Pruning:
             parameter.copy_(as_stored(packed.dense().to(parameter.device), c.layout, c.shape))
         self._forget()
 
+    def as_written(self, number: int, done: Done) -> Done:
+        """The result of a unit with the rows of its layers in the order that later units have given to their outputs."""
+        layers, rounded = dict(done.layers), dict(done.rounded)
+        for reader, order in itertools.chain.from_iterable(self.orders[number + 1 :]):
+            for name in self._chain(reader).producers:
+                for weights in (layers, rounded):
+                    if name in weights:
+                        w = weights[name]
+                        step = None if w.step is None else w.step[order]
+                        weights[name] = Compressed(w.values[order], w.indices[order], w.pattern, w.shape, step)
+        return replace(done, layers=layers, rounded=rounded)
+
+    def _chain(self, reader: str) -> Chain:
+        return next(chain for chain in self.chains if reader in chain.consumers)
+
     def _channels(self, reader: str) -> list[tuple[Tensor, int]]:
         """What is reordered with the inputs of layer ``reader``, and along which dimensions."""
-        return [*channel_parameters(self.model, next(chain for chain in self.chains if reader in chain.consumers))]
+        return [*channel_parameters(self.model, self._chain(reader))]
 
     def _forget(self) -> None:
         """Drop what was computed from the weights as they were."""
@@ -471,6 +515,16 @@ def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str
         if least == rank:
             mine.add(p.name)
     return mine
+
+
+def check_device(name: torch.device | str) -> torch.device:
+    """A device that can be used here, with its index if it has one."""
+    try:
+        x = torch.zeros(1, device=name)
+        x.item()  # the meta device makes tensors but cannot read them
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RecipeError(f"device {str(name)!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}.") from error
+    return x.device
 
 
 def patterns_from(verb: str, pattern: PatternLike | Mapping[str, PatternLike]) -> Pattern | dict[str, Pattern | None]:

@@ -16,7 +16,7 @@ from .. import ops
 from ..autograd.transforms import WeightTransform
 from ..gemm.plan import STRAIGHT_THROUGH
 from ..nn.compress import decompress_
-from ..nn.experts import StackedWeight
+from ..nn.experts import StackedWeight, child_name
 from ..nn.sharding import reshard
 from ..nn.swap import make_dense_, switch_fast_paths
 from ..nn.weight import NMWeight
@@ -32,7 +32,7 @@ from .run import Run
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, with the weight as it is; returns the model.
 
-    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight.
+    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight. Handles of the model end.
 
     Raises:
         RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same. Or a compressed layer
@@ -63,7 +63,8 @@ class Handle:
     """Drives one recipe on one model: attach an optimizer, train as always, finish.
 
     ``sparsify_`` returns it. The calls of a run, in order: ``attach``; the training loop, unchanged; ``deployable()`` around each
-    evaluation; ``finish``; then ``nm.compress_(model)`` for inference, or ``remove`` for the dense model.
+    evaluation; ``finish``; then ``nm.compress_(model)`` for inference, or ``remove`` for the dense model. Once ``densify_`` has made a
+    layer dense again, or a later ``prune_`` has taken it over, calls raise ``RecipeError``.
 
     Attributes:
         model: the module that ``sparsify_`` was given.
@@ -92,6 +93,32 @@ class Handle:
         self.run = Run(model, recipe, layers, report)
         self.finished = False
         self._expert_masks: dict[str, Tensor] = {}
+        self._states = {name: layer.effective for name, layer in layers.items()}
+
+    # ---- whose the layers are
+
+    def _present(self, verb: str) -> dict[str, NMWeight]:
+        """The layers that are still sparse; raise ``RecipeError`` where a later handle has one."""
+        present = {}
+        for name, layer in self.layers.items():
+            # a linear layer stays the same module whatever it becomes, and a stack of experts is another one each time
+            now = layer.owner._modules.get(child_name(layer.key)) if isinstance(layer, StackedWeight) else layer
+            state = getattr(now, "effective", None)  # a dense layer has none, and one that was made sparse again has another
+            if state is not None and state is not self._states[name]:
+                raise RecipeError(f"{verb}: this handle was replaced by a later prune_ or sparsify_; use the one that it returned.")
+            if state is not None:
+                present[name] = layer
+        return present
+
+    def _check_present(self, verb: str) -> None:
+        """Raise ``RecipeError`` unless all layers are still this handle's."""
+        present = self._present(verb)
+        dense = next((name for name in self.layers if name not in present), None)
+        if dense is not None:
+            raise RecipeError(
+                f"{verb}: layer {dense!r} is dense again, by densify_ or a handle's remove(), which ends this handle; sparsify_ or prune_ "
+                "the model again."
+            )
 
     # ---- state
 
@@ -131,6 +158,7 @@ class Handle:
             >>> list(handle.state_dict())
             ['nm_recipe']
         """
+        self._check_present("state_dict")
         return {STATE_KEY: copy.deepcopy({**self.state, **self.run.save()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,6 +218,7 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
+        self._check_present("attach")
         attach(self.run, tuple(dict.fromkeys(map(unwrapped, optimizers))), forms)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -241,6 +270,7 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
+        self._check_present("renew_masks")
         reshard(self.model)
         if self.run.state:
             self.run.renew("renew_masks", overwrite=True)
@@ -267,6 +297,7 @@ class Handle:
             >>> round(handle.metrics()["density"].item(), 2)
             0.5
         """
+        self._check_present("metrics")
         if not self.run.state and not self.finished:
             self.run.guards.warn_of_gradients("metrics", attached=False)
         if not self.finished:
@@ -308,6 +339,7 @@ class Handle:
             >>> sparsify_(nn.Linear(64, 64), "srste:2:4").expert_metrics()
             {}
         """
+        self._check_present("expert_metrics")
         result: dict[str, dict[str, Tensor]] = {}
         for name, layer in self.layers.items():
             if not isinstance(layer, StackedWeight):
@@ -336,6 +368,7 @@ class Handle:
             ...     _ = model(torch.randn(32, 64))
             >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
         """
+        self._check_present("calibrate")
         return self.run.held.inputs.collecting()
 
     # ---- the end
@@ -357,6 +390,7 @@ class Handle:
         if self.finished:
             yield self.model
             return
+        self._check_present("deployable")
         lost = self.run.check_weights("deployable")
         reshard(self.model)
         present = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
@@ -394,6 +428,7 @@ class Handle:
             >>> _ = model.weight.data.mul_(2.0)
             >>> handle.refresh()
         """
+        self._check_present("refresh")
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
@@ -411,7 +446,8 @@ class Handle:
             allow_unused: do not warn of layers that never ran, for instance when a model pruned elsewhere is adopted without running it.
 
         Raises:
-            RecipeError: a weight is not finite, or cannot be pruned as the recipe requires. Nothing has changed then.
+            RecipeError: a weight is not finite, has no data (on the meta device), or cannot be pruned as the recipe requires. Nothing has
+                changed then.
 
         Example:
             >>> from nmkernels import sparsify_
@@ -421,7 +457,14 @@ class Handle:
         """
         if self.finished:
             return self.model
+        self._check_present("finish")
         check_own("finish", self.layers)
+        meta = next((name for name, layer in self.layers.items() if layer.master.is_meta), None)
+        if meta is not None and self.recipe.final != "dense":
+            raise RecipeError(
+                f"finish: the weight of layer {meta!r} is on the meta device, or offloaded, so there is nothing to prune. Load the weights "
+                "first: model.to_empty(device=...), then model.load_state_dict(...)."
+            )
         reshard(self.model)  # what FSDP2 left unsharded is a copy
         idle = [name for name, layer in self.layers.items() if not layer.ran]
         if idle and not allow_unused:
@@ -462,8 +505,7 @@ class Handle:
             >>> type(sparsify_(model, "srste:2:4").remove()[0]).__name__
             'Linear'
         """
-        layers = {name: layer for name, layer in self.layers.items() if isinstance(layer, NMWeight)}  # densify_ may have made some dense
-        check_own("remove", layers, "weight", "bias")
+        check_own("remove", self._present("remove"), "weight", "bias")  # densify_ may have made some dense
         reshard(self.model)
         self._end()
         return _make_dense_(self.model, [m for m in self.model.modules() if isinstance(m, NMWeight)])

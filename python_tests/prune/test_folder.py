@@ -105,6 +105,18 @@ def test_is_what_the_model_in_memory_becomes(tmp_path, name, options):
     assert content(source) == before and sorted(os.listdir(tmp_path)) == ["dense", "memory", "out"]
 
 
+def test_layers_outside_blocks_are_written_in_the_order_of_their_outputs(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 70}
+    torch.manual_seed(0)
+    kind = transformers.RobertaForSequenceClassification
+    model, data = kind(transformers.RobertaConfig(vocab_size=128, num_labels=32, **sizes)).eval(), batches()
+    model.save_pretrained(tmp_path / "dense")
+    done = prune_folder(tmp_path / "dense", "2:4", data, tmp_path / "out", method="wanda", permute=True)
+    assert done.report.channels["classifier.out_proj"].startswith("reordered with the outputs of classifier.dense")
+    prune_(model, "2:4", data, method="wanda", permute=True).finish(allow_unused=True)
+    assert same(loaded(tmp_path / "out", kind), nm.compress_(model))
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_are_kept(tmp_path, dtype):

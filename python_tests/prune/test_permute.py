@@ -91,3 +91,62 @@ def test_an_order_resumes(model: nn.Module, tmp_path) -> None:
     assert all(map(torch.equal, stopped.parameters(), model.parameters()))
     nm.prune_(stopped, "2:4", DATA, permute=True, folder=tmp_path)
     assert all(map(torch.equal, stopped.parameters(), whole.parameters()))
+
+
+class Two(nn.Module):
+    """Two layers that read the same channels, one of them maybe by another function."""
+
+    def __init__(self, other=torch.relu) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.a, self.b, self.other = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(32, 16), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        used = torch.relu(h)
+        return self.a(used) + self.b(used if self.other is torch.relu else self.other(h))
+
+
+def test_a_layer_that_is_pruned_already_keeps_its_mask() -> None:
+    model = nn.ModuleList([Two()]).append(Two())
+    forward = lambda model, x: model[1](model[0](x))  # noqa: E731
+    before = forward(model, DATA[0])
+    nm.prune_(model, "2:4", DATA, lambda module, name: name in ("0.a", "1.up"), method="wanda", forward=forward)
+    mask = model[0].a.weight == 0
+    handle = nm.prune_(
+        model, "2:4", DATA, lambda module, name: name in ("0.b", "1.a", "1.b"), method="wanda", forward=forward, permute=True
+    )
+    assert handle.report.channels["0.b"] == "left alone: 0.a is 2:4 already" and torch.equal(model[0].a.weight == 0, mask)
+    assert handle.report.channels["1.b"].startswith("reordered with the outputs of 1.up")  # the rows of a sparse layer may move
+    after = forward(model, DATA[0])
+    handle.finish(allow_unused=True)
+    assert all(nm.ops.is_nm(layer.weight.detach(), "2:4") for layer in handle.layers.values())
+    assert torch.equal(forward(model, DATA[0]), after) and not torch.equal(after, before)
+
+
+def test_layers_with_different_inputs_do_not_take_each_other_s_order() -> None:
+    model = Two(nn.functional.gelu)
+    handle = nm.prune_(model, "2:4", DATA, method="wanda", permute=True)
+    assert handle.report.channels["a"] == "left alone: b has another input, and is pruned separately"
+    assert all(nm.ops.is_nm(layer.weight.detach(), "2:4") for layer in handle.layers.values())
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["memory", "folder"])
+def test_results_of_a_layer_follow_the_order_of_its_outputs(tmp_path, kept: bool) -> None:
+    """The first layer is pruned and rounded before the second one reorders its rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    handle = nm.prune_(model, "2:4", DATA, values="int4", permute=True, folder=tmp_path if kept else None)
+    assert handle.report.channels["2"].startswith("reordered")
+    for layer in handle.layers.values():
+        assert layer.as_pruned() is not None
+        w, q = layer.weight.detach(), layer.effective.rounded.dense()
+        assert not q[w == 0].any() and (q - w).norm() < 0.3 * w.norm()
+
+
+def test_a_transposable_mask_keeps_its_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    handle = nm.prune_(model, "2:4", DATA, method="admm(transposable=True)", permute=True)
+    assert handle.report.channels["2"] == "left alone: the mask of 0 is transposable"
+    assert all(nm.ops.is_nm(layer.weight.detach().t(), "2:4") for layer in handle.layers.values())

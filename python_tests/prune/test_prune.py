@@ -467,6 +467,28 @@ def test_what_is_refused():
         prune_(flat, P, rows())
 
 
+@pytest.mark.parametrize(
+    "device", ["meta", "foo", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="is one"))]
+)
+def test_devices_that_cannot_be_used(device):
+    model = ViT()
+    before = weights(model)
+    with pytest.raises(nm.RecipeError, match=f"device '{device}' cannot be used here: "):
+        prune_(model, P, images(), device=device)
+    assert_same(before, weights(model))
+
+
+def test_a_device_for_a_model_without_blocks(monkeypatch):
+    prune_(mlp(), P, rows(), method="magnitude", device="cpu")
+    monkeypatch.setattr("nmkernels.prune.prune.check_device", torch.device)
+    model = mlp()
+    with pytest.raises(
+        nm.RecipeError, match=r"blocks are computed one at a time, and the model has none. Move it there, by model\.to\('meta'\)"
+    ):
+        prune_(model, P, rows(), device="meta")
+    assert not next(model.parameters()).is_meta
+
+
 # ---- accelerate
 
 

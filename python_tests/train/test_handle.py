@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import operator
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import ASP, SRSTE, STE, STEP, MaskLLM
+from python_tests import moe
 from python_tests.recipes.loop import batches, loss_of, mlp
 from python_tests.recipes.training import start, train
 
@@ -208,6 +210,84 @@ def test_finish_refuses_weights_that_are_not_finite():
         with pytest.raises(nm.RecipeError, match="'2' has NaN or infinite values"):
             handle.finish()
         assert torch.equal(model[0].weight, before) and not handle.finished
+
+
+def test_finish_refuses_weights_without_data():
+    with torch.device("meta"):
+        model = mlp()
+    handle = nm.sparsify_(model, ASP())
+    with pytest.raises(nm.RecipeError, match="finish: the weight of layer '0' is on the meta device.*model.to_empty"):
+        handle.finish()
+    model.to_empty(device="cpu").load_state_dict(mlp().state_dict())
+    assert nm.ops.is_nm(handle.finish(allow_unused=True)[0].weight.detach(), "2:4")
+
+
+# ---- layers that are no longer the handle's
+
+VERBS = {
+    "attach": lambda handle: handle.attach(torch.optim.AdamW(handle.model.parameters())),
+    "deployable": lambda handle: handle.deployable().__enter__(),
+    **{
+        verb: operator.methodcaller(verb)
+        for verb in ("renew_masks", "state_dict", "metrics", "expert_metrics", "calibrate", "refresh", "finish", "remove")
+    },
+}
+
+
+def pruned_once():
+    """A model with one layer pruned, its data, and the handle, which an optimizer was attached to."""
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), [torch.randn(128, 16)]
+    handle = nm.prune_(model, "2:4", data, lambda module, name: name == "0", method="wanda")
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    handle.detach()
+    return model, data, handle
+
+
+def refuses(handle, verb, message):
+    with pytest.raises(nm.RecipeError, match=f"{verb}: {message}"):
+        VERBS[verb](handle)
+
+
+@pytest.mark.parametrize("how", ["prune_", "sparsify_", "finished"])
+def test_a_handle_that_was_replaced(how):
+    model, data, old = pruned_once()
+    if how == "finished":
+        old.finish(allow_unused=True)
+    if how == "sparsify_":
+        new = nm.sparsify_(nm.densify_(model), "srste:2:4")
+    else:
+        new = nm.prune_(model, "4:8", data, lambda module, name: name == "2", method="wanda")
+    for verb in ("metrics", "refresh", "remove") if how == "finished" else VERBS:
+        refuses(old, verb, "this handle was replaced by a later prune_ or sparsify_; use the one that it returned")
+    optimizer = new.attach(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data[0]).square().mean().backward()
+        optimizer.step()
+    new.finish()
+    assert all(nm.ops.is_nm(layer.weight.detach(), layer.pattern) for layer in new.layers.values())
+
+
+def test_a_handle_of_experts_that_was_replaced():
+    data = [torch.randn(60, 16, dtype=torch.float64)]
+    model, call = moe.mixture(), lambda model, x: model(x, 3)
+    old, new = (
+        nm.prune_(model, "2:4", data, lambda module, name, end=end: name.endswith(end), forward=call) for end in ("up_proj", "down_proj")
+    )
+    refuses(old, "metrics", "this handle was replaced")
+    nm.densify_(model)
+    refuses(old, "metrics", r"layer 'experts\.gate_up_proj' is dense again")
+    refuses(new, "metrics", "layer 'experts.* is dense again")
+
+
+def test_a_handle_of_a_model_that_is_dense_again():
+    model, _, handle = pruned_once()
+    nm.densify_(model)
+    for verb in VERBS.keys() - {"remove"}:
+        refuses(handle, verb, r"layer '0' is dense again, by densify_ or a handle's remove\(\), which ends this handle; sparsify_ or")
+    assert handle.remove() is model and type(model[0]) is nn.Linear
+    refuses(handle, "metrics", "layer '0' is dense again")
 
 
 def test_guards_can_be_turned_off(monkeypatch):
