@@ -10,11 +10,13 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from .._version import __version__
 from ..pattern import NMError
 
+T = TypeVar("T")
 PROG = "python -m nmkernels"
 
 VERBS = {
@@ -74,6 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # the reader (head, less) has closed the pipe; without this the flush at exit would fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def by_text(make: Callable[[str], T], text: str) -> T:
+    """``make(text)``, for what has a name and keywords; a wrong keyword is an NMError."""
+    try:
+        return make(text)
+    except TypeError as error:
+        raise NMError(str(error)) from error
 
 
 def positive(text: str) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from .. import capability
 from ..audit import audit
+from ..audit.rules import by_name
 from ..audit.shapes import MODELS, byte_gpt, model_shapes
 from ..pattern import NMError
-from . import positive
+from . import by_text, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     report = audit(
         model,
         args.tokens,
-        recipe,
+        by_text(by_name, recipe),
         device=device,
         dtype=args.dtype or ("float32" if device == "cpu" else "bfloat16"),
         accumulate=args.accumulate,

@@ -24,8 +24,8 @@ from ..pattern import CheckpointError, NMError, Pattern
 VERB = "export"
 SECTION = f"""{HEADING}
 
-Weights of this model are {{patterns}} sparse. nmkernels has written them in compressed-tensors' format `pack-quantized`, with the
-zeros in place ({{integers}}): vLLM, SGLang and transformers (with compressed-tensors) open it.
+{{weights}}. nmkernels has written them in compressed-tensors' format `pack-quantized`{{zeros}} ({{integers}}):
+vLLM, SGLang and transformers (with compressed-tensors) open it.
 """
 ALSO = "generation_config.json", "report.json"
 """Files that pruning writes itself and an export copies."""
@@ -72,7 +72,10 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         for name in ALSO:
             if (source / name).is_file():
                 shutil.copyfile(source / name, work / name)
-        section = SECTION.format(patterns=", ".join(patterns_of(table)), integers="; ".join(integers_of(table)))
+        patterns = patterns_of(table)
+        weights = f"Weights of this model are {', '.join(patterns)} sparse" if patterns else "Weights of this model are integers"
+        zeros = ", with the zeros in place" if patterns else ""
+        section = SECTION.format(weights=weights, zeros=zeros, integers="; ".join(integers_of(table)))
         card = work / CARD
         if card.is_file():
             text = card.read_text(encoding="utf-8")
@@ -95,11 +98,13 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
 def _read(source: Path, name: str, entry: dict[str, Any], layer: Any, tensors: dict[str, Tensor]) -> Packed:
     """Take the checked weight of a layer out of ``tensors``; ``layer`` has its buffers without data."""
     parts = {part: tensors.pop(f"{name}.{part}") for part in BUFFERS if f"{name}.{part}" in tensors}
-    missing = {part for part in layer._buffers if part not in parts}
+    missing = {part for part in layer._buffers if part not in parts and part not in layer._non_persistent_buffers_set}
     weight: Any = None
     if not missing:
+        rows, cols = entry["shape"]
+        indices = parts.get("indices", torch.empty(rows, 0, dtype=torch.uint8))  # dense integers have none
         try:
-            weight = Compressed(parts["values"], parts["indices"], Pattern(entry["pattern"]), tuple(entry["shape"]), parts["step"])
+            weight = Compressed(parts["values"], indices, Pattern(entry["pattern"]), (rows, cols), parts["step"])
         except NMError as error:
             raise CheckpointError(f"{source}: layer {name!r} is damaged: {error}") from error
     check_filled(name, layer, parts, missing)

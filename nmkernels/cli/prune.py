@@ -23,8 +23,8 @@ from ..pattern import NMError, Pattern
 from ..prune.base import resolve
 from ..prune.data import first_line
 from ..prune.progress import Progress
-from . import positive
-from .samples import draw, read
+from . import by_text, positive
+from .samples import SHORTEST, draw, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.pattern and args.patterns:
         raise NMError("--pattern and --patterns both set the patterns; pass one of them.")
     pattern: Any = patterns_of(args.patterns) if args.patterns else Pattern(args.pattern or "2:4")
-    method = resolve(args.method)
+    method = by_text(resolve, args.method)
     if args.transposable:
         method = replace(method, transposable=True)
     check_out(args.model, args.out)
@@ -172,7 +172,9 @@ def data_of(args: argparse.Namespace, kind: Any, config: Any) -> tuple[list[dict
     tokenize = None if tokenizer is None else lambda text: tokenizer(text, verbose=False)["input_ids"]
     windows, held_out = draw(documents, tokenize, samples=args.samples, length=length, seed=args.seed, share=held)
     if not why and not len(held_out):
-        why = "the data is too short to hold some out"
+        rows = all(isinstance(d, Tensor) and d.dim() == 2 for d in documents)  # which are windows of any length
+        short = length < SHORTEST and not rows
+        why = f"it takes windows of {SHORTEST} tokens, and these have {length}" if short else "the data is too short to hold some out"
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     return _batches(windows, args.batch, encoder_decoder), _batches(held_out, args.batch, encoder_decoder), why
 

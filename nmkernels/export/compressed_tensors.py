@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..files import lock_file, sync, writing
-from ..layouts import CONV1D, CONV2D, LINEAR
+from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR
 from ..nn.compressed import CompressedPart
 from ..nn.weight import NMWeight
 from ..ops import Compressed
@@ -124,7 +124,10 @@ def check_table(about: Mapping[str, Mapping[str, Any]], verb: str = VERB) -> Non
         raise RecipeError(f'{verb}: no layer is compressed; prune the model, and call nm.compress_(model, values="int4").')
     for name, entry in about.items():
         layout, group, problem = entry["layout"], entry.get("group"), ""
-        if layout != LINEAR:
+        if layout == EMBEDDING:
+            problem = "is an embedding with integers, and the format is for nn.Linear only; leave it out of dense="
+            problem += " (prune without --dense-values)"
+        elif layout != LINEAR:
             problem = f"is {KINDS.get(layout, 'a stack of experts')}, and the format is for nn.Linear only; {DENSE}"
         elif "rank" in entry:
             problem = f"has a low-rank adapter, for which the format has no place; {DENSE}, the adapter folded in"

@@ -24,7 +24,7 @@ from ..nn.compress import compressed_like
 from ..ops import Compressed
 from ..ops.check import FLOATS
 from ..pattern import CheckpointError, Pattern
-from ..recipes.existing import existing_pattern
+from ..recipes.existing import LOOKED_FOR, existing_pattern
 from ..train.report import starred
 from ..train.sparsify import TIED, LayerCandidate, candidates
 from .card import CARD, METHOD, config_entry, write_card
@@ -125,6 +125,7 @@ class _Layer:
     keys: dict[str, str]
     candidate: LayerCandidate | None = None
     reason: str = ""
+    zeros: float = 0.0  # their share of the weights
     forms: dict[str, Tensor] = field(default_factory=dict)
     entry: dict[str, Any] | None = None
     row: dict[str, Any] = field(default_factory=dict)
@@ -190,8 +191,12 @@ class _Run:
                 self._check_mask(key, contents)
         self.entries = {layer.name: layer.entry for layer in self.layers.values() if layer.entry is not None}
         if not self.entries:
-            reasons = [f" ({layer.name}: {layer.reason})" for layer in self.layers.values() if layer.candidate is not None]
-            raise CheckpointError(f"{self.source} has no layer with N:M zeros{''.join(reasons[:1])}; python -m nmkernels prune makes them.")
+            known = [layer for layer in self.layers.values() if layer.zeros or layer.candidate is not None]
+            most = max(known, key=lambda layer: layer.zeros, default=None)
+            why = f" ({most.name}: {most.reason})" if most else ""
+            raise CheckpointError(
+                f"{self.source} has no layer with N:M zeros that can be compressed{why}; python -m nmkernels prune makes them."
+            )
         announce(self.source, dict(self.model.named_modules(remove_duplicate=False)), self.entries)
         used = {key for layer in self.layers.values() for key in layer.keys.values()} | set(self.dropped)
         guard = {f"{min(self.entries)}.weight": torch.empty(0)}  # as save_pretrained writes it
@@ -303,12 +308,15 @@ class _Run:
             foreign = marlin24(layer.name, scaled["weight_packed"], scaled["scale_packed"], scaled["meta"])
         else:
             weight = scaled["weight"]
-            pattern = None if c is None else self._pattern(layer, as_matrix(weight, c.layout), scaled.get(SCALE))
+            matrix = weight if c is None else as_matrix(weight, c.layout)
+            pattern = None if c is None else self._pattern(layer, matrix, scaled.get(SCALE))
             if pattern is None and weight.dtype in FLOATS:
                 layer.row |= {"now": f"dense {plain(self._kept(weight))}", "error": 0.0}
+                if c is None and (present := existing_pattern(weight)) is not None:
+                    layer.zeros, layer.row["values"] = 1 - present.n / present.m, f"{plain(weight.dtype)} with {present} zeros"
                 return {dense: weight.to(self._kept(weight))}
-            matrix = weight if c is None else as_matrix(weight, c.layout)
             foreign = masked(layer.name, matrix, pattern or Pattern(1, 1), scaled.get(SCALE))
+        layer.zeros = layer.zeros or 1 - foreign.pattern.n / foreign.pattern.m
         if c is not None and foreign.shape != c.matrix_shape:
             raise damaged(layer.name, f"the files have a weight of {foreign.shape}, the model one of {c.matrix_shape}")
         if layer.reason:
@@ -328,9 +336,12 @@ class _Run:
         whole = weight.view(torch.int8) & 0x7F if weight.dtype in SCALED[1:] else weight
         pattern = existing_pattern(whole)
         groups = 1 if scale is None or scale.dim() != 2 else scale.shape[1]
+        layer.zeros = 1 - int(torch.count_nonzero(whole)) / max(1, whole.numel())
         if pattern is None:
-            zeros = 1 - int(torch.count_nonzero(whole)) / max(1, whole.numel())
-            layer.reason = f"{100 * zeros:.0f} % of its weights are 0, in no N:M pattern"
+            where = "in no N:M pattern"
+            if layer.zeros >= 0.005:
+                where = f'in no pattern that is looked for ({LOOKED_FOR}); give another one: nm.recipes.adopt(model, "3:4")'
+            layer.reason = f"{100 * layer.zeros:.0f} % of its weights are 0, {where}"
         elif weight.dtype in SCALED and groups > 1 and weight.shape[1] % (groups * pattern.m):
             layer.reason, pattern = f"a scale's columns are not whole groups of {pattern}", None
         return pattern
@@ -390,7 +401,7 @@ class _Run:
             "stored": self.format or "dense, with zeros",
             "exact": all(row["error"] == 0 for row in rows.values()),
             "layers": {name: row for name, row in rows.items() if name not in dense},
-            # without embeddings and the like, which are as they were
+            # without embeddings and the like, which have no such zeros
             "left dense": {
                 name: {**rows[name], "reason": layer.reason}
                 for name, layer in dense.items()

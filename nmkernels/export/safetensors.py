@@ -340,7 +340,10 @@ def opened(path: str | os.PathLike[str]) -> tuple[Contents, dict[str, Any]]:
     about = contents.metadata
     hugging_face = about.get("format") == HUGGING_FACE
     if about.get("format") != FORMAT and not (hugging_face and "layers" in about):
-        what = "; its zeros are N:M but its weights are dense: load it with safetensors.torch.load_model" if "nm" in about else ""
+        what = ""
+        if "nm" in about:  # the patterns of the sparse layers, if there are any
+            zeros = "" if about["nm"] == "{}" else "its zeros are N:M but "
+            what = f"; {zeros}its weights are dense: load it with safetensors.torch.load_model"
         raise CheckpointError(
             f"{contents.path} is a safetensors file, but not one that nm.save_compressed wrote, or save_pretrained of a compressed "
             f"model{what}."

@@ -25,8 +25,9 @@ from ..export.tensors import INDEX, sparse_layers, weight_files
 from ..files import atomic_write, writing
 from ..nn.compress import compress_
 from ..nn.compressed import CompressedLinear
+from ..nn.dense import has_dense_integers
 from ..nn.experts import CompressedStack
-from ..ops import Compressed
+from ..ops import Compressed, compress
 from ..pattern import CheckpointError, RecipeError
 from ..train.handle import Handle, densify_
 from .disk import class_of, load_whole
@@ -134,8 +135,10 @@ class _Tuning:
         self.teacher = None if self.teacher_dir is None else self._teacher(self.teacher_dir, settings, trusted)
         layers = sparse_layers(self.model)
         stored = {name: layer.weight for name, layer in layers.items() if isinstance(layer, (CompressedLinear, CompressedStack))}
-        weights = {name: weight for name, weight in stored.items() if weight.pattern.n < weight.pattern.m}
-        self.dense = {name: (weight.kind, weight.group) for name, weight in stored.items() if name not in weights}
+        self.dense = {name: (stored[name].kind, stored[name].group) for name, layer in layers.items() if has_dense_integers(layer)}
+        weights = {name: weight for name, weight in stored.items() if name not in self.dense}
+        if not weights:
+            raise CheckpointError(f"{source} has no N:M layer to hold, only dense integers; train the dense model that it was made from.")
         self.patterns = {name: str(weight.pattern) for name, weight in weights.items()}
         self.integers = {name: (weight.kind, weight.group) for name, weight in weights.items() if weight.step is not None}
         teaching = None if self.teacher is None else digest([self.teacher.state_dict()])
@@ -190,7 +193,7 @@ class _Tuning:
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
             self.progress.did("train", self.work_of_step)
             self.progress(self.step, steps, f"training, loss {self.losses[-1]:.3f}")
             self.step += 1
@@ -302,7 +305,8 @@ def _held(model: Any, weights: dict[str, Compressed], integers: dict[str, tuple[
         rows, cols = weight.shape
         # the stored places are the mask: a value may be zero, above all as an integer
         ones = torch.ones(rows, weight.pattern.kept(cols), device=weight.indices.device)
-        forms[name] = Compressed(ones, weight.indices, weight.pattern, weight.shape), integers.get(name)
+        indices = weight.indices if weight.indices.numel() else compress(ones, weight.pattern).indices  # of experts at 1:1
+        forms[name] = Compressed(ones, indices, weight.pattern, weight.shape), integers.get(name)
     densify_(model)
     model.float()
     chosen, report = choose(model, {name: weight.pattern for name, weight in weights.items()}, None, Magnitude())

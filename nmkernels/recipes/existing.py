@@ -15,6 +15,8 @@ from ..train.report import FILTERED
 from ..train.sparsify import FilterFn, candidates, sparsify_
 from .methods.asp import ASP
 
+LOOKED_FOR = "N ≤ M/2, M = 4, 8, 16, 32"
+"""What ``existing_pattern`` finds, for messages."""
 PIECE = 1 << 20
 """Weights that are looked at together."""
 
@@ -52,11 +54,12 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
     group with fewer than N non-zeros the zeros of lowest index are kept too, and train.
 
     Args:
-        pattern: of the zeros; None: found in the weights, the same for all layers.
+        pattern: of the zeros; None: found in the weights (N at most M/2; M one of 4, 8, 16, 32), the same for all layers.
         filter_fn: ``filter_fn(module, name) -> bool``, to leave some of them out.
 
     Raises:
-        RecipeError: no weight has such zeros, those of several layers are of different patterns, or layers are sparse already.
+        RecipeError: no weight has such zeros, those of several layers are of different patterns, layers are sparse already, or weights are
+            on the meta device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -77,6 +80,9 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
             "adopt: the model has sparse layers already. After handle.finish(), handle.remove() gives dense layers with the same zeros, "
             "which adopt takes over."
         )
+    away = next((name for name, w in weights.items() if w.is_meta), None)
+    if away is not None:
+        raise RecipeError(f"adopt: the weight of layer {away!r} is on the meta device, or offloaded; load it into memory first.")
     if wanted is None:
         patterns = {name: p for name, w in weights.items() if (p := existing_pattern(w)) is not None}
         if patterns:
@@ -89,12 +95,14 @@ def adopt(model: nn.Module, pattern: PatternLike | None = None, filter_fn: Filte
             )
     pruned = {name for name, w in weights.items() if wanted is not None and _is(w, wanted)}
     zeros = {name: 100 * float(w.eq(0).double().mean()) for name, w in weights.items() if name not in pruned}
-    left |= {name: f"its weight is not {wanted or 'N:M'}, with {share:.0f} % zeros" for name, share in zeros.items()}
+    misfit = f"not {wanted}" if wanted else "in no pattern that is looked for"
+    left |= {name: f"its weight is {misfit}, with {share:.0f} % zeros" for name, share in zeros.items()}
     if wanted is None or not pruned:
         reasons = "; ".join(f"{name}: {why}" for name, why in sorted(left.items(), key=lambda item: item[0] not in weights)[:3])
+        another = "" if wanted else f' Looked for: {LOOKED_FOR}; give another pattern: adopt(model, "3:4").'
         raise RecipeError(
-            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({reasons or 'no layer'}). Other zeros do not make a mask: "
-            'prune by ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
+            f"adopt: no weight has {wanted or 'N:M'} zeros along its inputs ({reasons or 'no layer'}).{another} Other zeros do not make a "
+            'mask: prune by ASP("2:4"), or with the scores of its inputs by ASP("2:4", score="wanda").'
         )
     handle = sparsify_(model, ASP(wanted, score="existing"), lambda module, name: name in pruned)
     handle.report.explain(left)

@@ -54,6 +54,7 @@ def test_a_model_of_the_zoo_and_this_cpu(capsys):
         (["--shapes", "40x"], "'40x' is not a shape"),
         (["--device", "H20"], "no device is called 'H20'; did you mean 'H200'?"),
         (["--recipe", "fst:2:4", "--pattern", "2:4"], "both set the pattern"),
+        (["--recipe", "sste(foo=1)"], "the recipe sste has no keyword 'foo'. It takes "),
     ],
 )
 def test_wrong_arguments_are_refused(words, match, capsys):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from nmkernels import cli
 from nmkernels.prune.progress import Progress
 from nmkernels.testing import equal_bits
 from python_tests.house.paths import ROOT
-from python_tests.integrations.folders import WORDS, batches, content, saved, write_text
+from python_tests.integrations.folders import WORDS, batches, content, saved, write_text, write_tokenizer
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
+from nmkernels.integrations.hf import NMConfig  # noqa: E402
 from nmkernels.prune import finetune as library  # noqa: E402
 from nmkernels.prune.folder import prune_folder, work_folder  # noqa: E402
 
@@ -173,6 +175,26 @@ def test_a_teacher_lowers_the_divergence(places, tmp_path, capsys):
     assert divergence(tmp_path / "taught") < 0.7 * divergence(places / "float") < divergence(tmp_path / "alone")
 
 
+@pytest.mark.filterwarnings("ignore:compress_. layers .* got fewer than 2 tokens")
+def test_layers_without_zeros_are_trained_too(places, tmp_path):
+    """N = M, which has nothing to hold, with and without integers; experts with dense integers too."""
+    ids = batches(1, 8, 32)[0]["input_ids"]
+    prune_folder(places / "dense", {"*.mlp.*": "2:4", "*.self_attn.*": "4:4"}, batches(), tmp_path / "4:4", method="magnitude")
+    saved(tmp_path / "moe", "qwen3-moe", layers=1)
+    config = NMConfig("1:1", values="int8")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=config).save_pretrained(tmp_path / "1:1")
+    for name in ("4:4", "1:1"):
+        out = tmp_path / f"{name} trained"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Converting a tensor with requires_grad=True to a scalar")
+            facts = library.finetune_folder(tmp_path / name, ids, out, steps=2, batch=2, lr=1e-2)
+        source, trained = (loaded(folder) for folder in (tmp_path / name, out))
+        layers = {n: (m.pattern, m.weight.kind) for n, m in source.named_modules() if hasattr(m, "values")}
+        assert layers == {n: (m.pattern, m.weight.kind) for n, m in trained.named_modules() if hasattr(m, "values")}
+        assert all(not equal_bits(source.get_submodule(n).values, trained.get_submodule(n).values) for n in layers)
+        assert facts["values"] == (["int8"] if name == "1:1" else [])
+
+
 def test_the_rate_rises_and_falls():
     rates = [library.share(step, 20) for step in range(20)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True) and 0 < rates[-1] < 0.02
@@ -193,8 +215,16 @@ def other(root, model, **changed):
     return saved(root / "other", layers=1, tokenizer=False, **changed)
 
 
+def whole(root, model):
+    dense = transformers.AutoModelForCausalLM.from_pretrained(root / "dense", quantization_config=NMConfig("1:1", values="int8"))
+    dense.save_pretrained(root / "whole")
+    write_tokenizer(root / "whole")
+    return {"model": root / "whole"}
+
+
 SPOILED = {
     "dense": (lambda root, model: {"model": root / "dense"}, "{root}/dense is not compressed by nmkernels; pass a folder that python -m"),
+    "no mask": (whole, "{root}/whole has no N:M layer to hold, only dense integers; train the dense model that it was made from."),
     "teacher": (
         lambda root, model: {"more": ["--teacher", str(other(root, model, vocab_size=64))]},
         "the teacher {root}/other has a vocabulary of 64 tokens, and {root}/model one of 128; pass the dense model that it was pruned ",

@@ -156,6 +156,19 @@ def test_other_models_have_no_perplexity(places, tmp_path, capsys, name, why):
     assert f"Perplexity was not measured: {why} language model." in said and "perplexity," not in said
 
 
+def test_why_nothing_is_held_out(places, tmp_path, capsys):
+    """Windows are cut from a text and have a least length; rows of token ids have their own."""
+
+    def said(data, *more):
+        assert prune(places / "llama", data, tmp_path / f"out{len(os.listdir(tmp_path))}", *more) == 0
+        return capsys.readouterr().out
+
+    few, many = (write(tmp_path / f"{rows}.npy", np.full((rows, 8), 5)) for rows in (4, 40))
+    assert "Perplexity was not measured: it takes windows of 16 tokens, and these have 8." in said(places / "a.txt", "--length", "8")
+    assert "perplexity, 16 tokens" in said(many, "--length", "8")
+    assert "Perplexity was not measured: the data is too short to hold some out." in said(few, "--length", "8")
+
+
 def test_ctrl_c_says_how_to_go_on(places, tmp_path, capsys, monkeypatch):
     def stop(self, done, total, what):
         if self.prefix + what == "pruning model.layers.1":
@@ -235,6 +248,7 @@ SPOILED = {
     "patterns that are none": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*": "half"}'))]},
     "patterns without names": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '["2:4"]'))]},
     "two patterns": lambda root, model: {"more": ["--patterns", "p.json", "--pattern", "2:4"]},
+    "setting": lambda root, model: {"more": ["--method", "admm(foo=1)"]},
     "device": lambda root, model: {"more": ["--device", "nothing"]},
     "share": lambda root, model: {"more": ["--held-out", "2"]},
     "file": lambda root, model: write(root / "out", ""),
@@ -268,6 +282,7 @@ SENTENCES = {
     "patterns that are none": "prune_folder: the pattern of '*': ",
     "patterns without names": "--patterns {root}/p.json has no pattern of a layer; write {{",
     "two patterns": "--pattern and --patterns both set the patterns; pass one of them.",
+    "setting": "the method admm has no keyword 'foo'. It takes damping, ",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
     "file": "{out} is not a folder; pass a new one.",

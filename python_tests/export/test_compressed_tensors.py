@@ -263,6 +263,11 @@ def with_experts() -> nn.Module:
     return nm.compress_(model, values="int4")
 
 
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **KV})).to(torch.bfloat16).eval()
+
+
 def in_training() -> nn.Module:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1}))
     nm.sparsify_(model, "ste:2:4")
@@ -293,6 +298,10 @@ REFUSED = {
         r"up_proj' reorders its inputs, and groups of 32 are then not adjacent",
     ),
     "Conv1D": (gpt2, r"layer 'transformer.h.0.attn.c_attn' is a Conv1D of transformers, .*nm.save_dense"),
+    "embedding": (
+        lambda: nm.compress_(rounded(), values="int8", dense=["embed_tokens"]),
+        r"embed_tokens' is an embedding with integers, .*; leave it out of dense= \(prune without --dense-values\)",
+    ),
     "experts": (with_experts, r"experts.\w+' is a stack of experts, .*nm.save_dense"),
     "training": (in_training, r"is not compressed; call handle.finish\(\)"),
     "dense": (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), r"no layer is compressed"),
@@ -394,6 +403,24 @@ def test_a_folder_of_many_files_is_exported(tmp_path):
     export_folder(tmp_path / "model", tmp_path / "out", shard=200_000)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3 and len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     same_model(tmp_path / "out", model)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_folder_with_dense_integers_is_exported(tmp_path, sparse):
+    """They have no indices, in the file and in the format."""
+    model = nm.compress_(rounded() if sparse else dense(), values="int8", dense=["lm_head", *([] if sparse else ["mlp", "self_attn"])])
+    model.save_pretrained(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "out")
+    same_model(tmp_path / "out", model)
+    weights, _ = decoded(tmp_path / "out")
+    assert len(weights) == 15 and bool((weights["lm_head"] == 0).float().mean() < 0.1)
+    save_compressed_tensors(model, tmp_path / "same")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "same" / "model.safetensors").read_bytes()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Weights of this model are {'2:4 sparse' if sparse else 'integers'}. " in card and ("zeros" in card) == sparse
+    damaged(tmp_path / "model", lambda tensors, about: tensors.pop("lm_head.values"))
+    with pytest.raises(CheckpointError, match="layer 'lm_head': the file lacks its values"):
+        export_folder(tmp_path / "model", tmp_path / "other")
 
 
 def test_help(capsys):

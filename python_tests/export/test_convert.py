@@ -152,8 +152,8 @@ def stored(folder: Path, change: Callable[[dict[str, Tensor]], object] | None = 
 
 
 def same_model(folder: Path, dense: Path) -> None:
-    one, other = (loaded(each) for each in (folder, dense))
-    assert all(equal_bits(a, b) for a, b in zip(nm.densify_(one).state_dict().values(), other.state_dict().values(), strict=True))
+    one, other = nm.densify_(loaded(folder)).state_dict(), loaded(dense).state_dict()
+    assert one.keys() == other.keys() and all(equal_bits(one[name], tensor) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,23 @@ def test_what_has_no_module_is_decoded(tmp_path: Path) -> None:
     assert len(left) == 24 and set(left.values()) == {"Qwen3MoeForCausalLM has no such linear layer"}
     assert len(facts["layers"]) == 8 and facts["exact"]
     same_model(tmp_path / "out", dense)
+
+
+def test_experts_that_stay_dense_are_named(tmp_path: Path) -> None:
+    """With the zeros that they have, which ``adopt`` takes over once the folder is loaded."""
+    dense = pruned(tmp_path / "dense", "qwen3-moe")
+    facts = converted(dense, tmp_path / "out")
+    left = {name: row for name, row in facts["left dense"].items() if "experts" in name}
+    assert len(left) == 24 and {row["reason"] for row in left.values()} == {"Qwen3MoeForCausalLM has no such linear layer"}
+    assert {(row["values"], row["now"], row["error"]) for row in left.values()} == {("bfloat16 with 2:4 zeros", "dense bfloat16", 0.0)}
+    assert left.keys() | {"lm_head"} == facts["left dense"].keys() and len(facts["layers"]) == 8
+    line = "| `model.layers.*.mlp.experts.*.up_proj` | 8 | dense, bfloat16 with 2:4 zeros | dense bfloat16 | exact |"
+    assert line in (tmp_path / "out" / "README.md").read_text().splitlines()
+    model = loaded(tmp_path / "out")
+    nm.recipes.adopt(model).finish(allow_unused=True)
+    nm.compress_(model).save_pretrained(tmp_path / "whole")
+    assert len(json.loads((tmp_path / "whole" / "config.json").read_text())["quantization_config"]["layers"]) == 12
+    same_model(tmp_path / "whole", dense)
 
 
 SIZES = {"vocab_size": 32, "hidden_size": 36, "intermediate_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -428,7 +445,11 @@ FOLDER: dict[str, tuple[Callable[[Path], object], str]] = {
     "ours": (lambda f: stored(f, quant_method="nmkernels"), "is compressed by nmkernels already"),
     "config": (lambda f: (f / "config.json").write_text('{"quantization_config": 3, "architectures": ["LlamaForCausalLM"]}'), "is damaged"),
     "truncated": (truncate, "is not a valid safetensors file, or is truncated"),
-    "no zeros": (lambda f: saved(f), r"no layer with N:M zeros \(.*: 0 % of its weights are 0, .*\); python -m nmkernels prune"),
+    "no zeros": (lambda f: saved(f), r"no layer with N:M zeros that can .* \(.*: 0 % of its weights are 0, in no N:M pattern\); python"),
+    "other zeros": (
+        lambda f: pruned(f, pattern="3:4"),
+        r"\(model.*_proj: 25 % of its weights are 0, in no pattern that is looked for \(N ≤ M/2, M = 4, 8, 16, 32\); give another one: .*",
+    ),
 }  # fmt: skip
 
 
@@ -441,6 +462,15 @@ def test_other_folders_are_refused(what: str, tmp_path: Path, dense_folder: Path
     with pytest.raises(CheckpointError, match=message), torch.device("meta"):
         convert_folder(tmp_path / "source", tmp_path / "out", kind(settings))
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_experts_alone_are_no_folder(tmp_path: Path) -> None:
+    """The reason is that of a layer with zeros, and not of one without."""
+    folder = pruned(tmp_path / "source", "qwen3-moe")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t if "experts" in name else t + 1 for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"compressed \(.*experts.*: Qwen3MoeForCausalLM has no such linear layer\); python"):
+        converted(folder, tmp_path / "out")
 
 
 def test_a_model_of_another_size(tmp_path: Path, dense_folder: Path) -> None:

@@ -151,12 +151,17 @@ def test_dense_file_has_exact_zeros(tmp_path):
     model, fresh = dense(), dense()
     nm.sparsify_(model, "ste:2:4", lambda module, name: name == "0").finish(allow_unused=True)
     save_dense(model, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"; its zeros are N:M but its weights are dense: load it with safetensors\.torch"):
+        nm.load_compressed(dense(), tmp_path / "a")
     load_model(fresh, tmp_path / "a")
     for key, value in model.state_dict().items():
         assert equal_bits(fresh.state_dict()[key], value)
     assert nm.ops.is_nm(fresh[0].weight.detach(), "2:4") and json.loads(parts(tmp_path / "a")[1]["nm"]) == {"0": "2:4"}
     save_dense(nm.compress_(model), tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    save_dense(dense(), tmp_path / "unpruned")
+    with pytest.raises(CheckpointError, match=r"compressed model; its weights are dense: load it with safetensors\.torch"):
+        nm.load_compressed(dense(), tmp_path / "unpruned")
 
 
 def test_a_dense_file_holds_the_folded_weight_of_an_adapter(tmp_path):

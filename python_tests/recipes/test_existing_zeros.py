@@ -63,8 +63,18 @@ def test_the_pattern_of_a_weight():
 
 
 def test_refused():
-    with pytest.raises(RecipeError, match=r"no weight has N:M zeros.*0: its weight is not N:M, with 0 % zeros.*ASP"):
+    with pytest.raises(RecipeError, match=r"no weight has N:M zeros.*0: its weight is in no pattern that is looked for, with 0 %.*ASP"):
         nm.recipes.adopt(mlp(F32))
+    with pytest.raises(RecipeError, match=r"adopt: the weight of layer '0' is on the meta device, or offloaded; load it into memory first"):
+        nm.recipes.adopt(mlp(F32).to("meta"), "2:4")
+    for pattern in ("3:4", "5:8", "4:4"):
+        model = mlp(F32)
+        with torch.no_grad():
+            model[2].weight.copy_(nm.ops.prune(model[2].weight, pattern))
+        way = r'Looked for: N ≤ M/2, M = 4, 8, 16, 32; give another pattern: adopt\(model, "3:4"\)\.'
+        with pytest.raises(RecipeError, match=way):
+            nm.recipes.adopt(model)
+        assert "2" in nm.recipes.adopt(model, pattern).layers
     model, _ = pruned()
     with pytest.raises(RecipeError, match=r"no weight has 1:4 zeros.*0: its weight is not 1:4, with 50 % zeros"):
         nm.recipes.adopt(model, "1:4")
