@@ -78,7 +78,8 @@ def padding(model: nn.Module, batch: Any, x: Tensor) -> Tensor | None:
         mask, tokens = batch.get(name), batch.get(ids)
         if not isinstance(mask, Tensor) and isinstance(tokens, Tensor):
             mask = torch.ones(tokens.shape[:2])
-        if isinstance(mask, Tensor) and mask.dim() == 2 and (x.shape[:2] == mask.shape or (x.dim() == 2 and len(x) == mask.numel())):
+        # of two dimensions, x has all tokens of the batch, or a row for each sequence as in a classification head
+        if isinstance(mask, Tensor) and mask.dim() == 2 and (len(x) == mask.numel() if x.dim() == 2 else x.shape[:2] == mask.shape):
             masks.append(mask.reshape(-1) != 0)
     return torch.stack(masks).any(0).to(x.device) if masks else None
 

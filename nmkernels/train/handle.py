@@ -116,8 +116,8 @@ class Handle:
         dense = next((name for name in self.layers if name not in present), None)
         if dense is not None:
             raise RecipeError(
-                f"{verb}: layer {dense!r} is dense again, by densify_ or a handle's remove(), which ends this handle; sparsify_ or prune_ "
-                "the model again."
+                f"{verb}: layer {dense!r} is dense again, by densify_ or a handle's remove(), or compressed, which ends this handle; "
+                "sparsify_ or prune_ the model again."
             )
 
     # ---- state
@@ -158,7 +158,8 @@ class Handle:
             >>> list(handle.state_dict())
             ['nm_recipe']
         """
-        self._check_present("state_dict")
+        if not self.finished:
+            self._check_present("state_dict")
         return {STATE_KEY: copy.deepcopy({**self.state, **self.run.save()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

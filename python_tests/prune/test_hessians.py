@@ -11,7 +11,7 @@ from torch import nn
 from nmkernels.pattern import Pattern
 from nmkernels.prune import OneShot, prune_
 from nmkernels.prune.base import resolve
-from nmkernels.prune.data import call
+from nmkernels.prune.data import call, padding
 from nmkernels.prune.hessians import Hessians, problems_of
 from nmkernels.prune.prune import choose
 from nmkernels.prune.relay import Relay
@@ -189,6 +189,15 @@ def test_padding_of_encoder_and_decoder():
     for name, count in counts.items():
         keys = "EncDecAttention.k" in name or "EncDecAttention.v" in name
         assert count == 3 * (2 * 20 - 9 if name.startswith("encoder") or keys else 2 * 7 - 2), name
+
+
+def test_a_row_for_each_sequence_is_no_padding():
+    """A classification head with as many features as the sequences have tokens."""
+    batch = {"input_ids": torch.ones(2, 16, dtype=torch.long), "attention_mask": torch.arange(32).view(2, 16) % 16 < 9}
+    assert padding(nn.Identity(), batch, torch.ones(2, 16)) is None
+    assert (
+        int(padding(nn.Identity(), batch, torch.ones(2, 16, 8)).sum()) == int(padding(nn.Identity(), batch, torch.ones(32, 8)).sum()) == 18
+    )
 
 
 def test_a_convolution_has_no_padded_tokens():

@@ -285,9 +285,20 @@ def test_a_handle_of_a_model_that_is_dense_again():
     model, _, handle = pruned_once()
     nm.densify_(model)
     for verb in VERBS.keys() - {"remove"}:
-        refuses(handle, verb, r"layer '0' is dense again, by densify_ or a handle's remove\(\), which ends this handle; sparsify_ or")
+        refuses(
+            handle, verb, r"layer '0' is dense again, by densify_ or a handle's remove\(\), or compressed, which ends this handle; spars"
+        )
     assert handle.remove() is model and type(model[0]) is nn.Linear
     refuses(handle, "metrics", "layer '0' is dense again")
+
+
+def test_the_state_of_finished_experts_is_there_after_compress_():
+    model = moe.mixture()
+    handle = nm.sparsify_(model, "ste:2:4")
+    handle.attach(torch.optim.AdamW(model.parameters()))
+    nm.compress_(handle.finish(allow_unused=True))
+    assert handle.state_dict().keys() == {"nm_recipe"}
+    refuses(handle, "metrics", "layer 'experts.* or compressed, which ends this handle")
 
 
 def test_guards_can_be_turned_off(monkeypatch):
