@@ -26,8 +26,12 @@ def remove_idle(a: Attachment) -> None:
 
 
 def take_part(a: Attachment) -> None:
-    """Note which layers the present step updates."""
-    a.took = [name for name, layer in a.layers.items() if layer.takes_part()]
+    """Note which layers the present step updates; of layers that share all their Parameters one."""
+    names: dict[tuple[int, ...], str] = {}
+    for name, layer in a.layers.items():
+        if layer.takes_part():
+            names.setdefault((id(layer.parameter), *map(id, layer.learned().values())), name)
+    a.took = list(names.values())
     a.numel = sum(a.layers[name].parameter.numel() for name in a.took)
 
 

@@ -6,6 +6,7 @@ A step calls it in three places: before it (``written``), after it (``stepped``)
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 import weakref
@@ -53,6 +54,13 @@ class Guards:
         self._watches: list[Watch] = []
         self._read_elsewhere: list[str] = []
         self.on = os.environ.get("NMKERNELS_GUARDS", "1") != "0"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Guards:
+        """Of copied layers, whose gradients nothing watches."""
+        new = memo[id(self)] = copy.copy(self)
+        own = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name not in ("_removers", "_watches")}
+        new.__dict__.update(own, _removers=[], _watches=[])
+        return new
 
     def watch(self) -> None:
         """Watch the gradients of the layers from now on."""

@@ -91,7 +91,7 @@ class Handle:
         self.model, self.recipe, self.layers, self.report = model, recipe, layers, report
         check_whole(recipe, layers)
         self.run = Run(model, recipe, layers, report)
-        self.finished = False
+        self.finished = self._deployed = False
         self._expert_masks: dict[str, Tensor] = {}
         self._states = {name: layer.effective for name, layer in layers.items()}
 
@@ -388,7 +388,7 @@ class Handle:
             ...     ops.is_nm(model.effective_weight(), "2:4")
             True
         """
-        if self.finished:
+        if self.finished or self._deployed:
             yield self.model
             return
         self._check_present("deployable")
@@ -396,6 +396,7 @@ class Handle:
         reshard(self.model)
         present = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
         try:
+            self._deployed = True
             self.run.hooks.use_final_form()
             for layer in self.layers.values():
                 layer.effective.doubt()
@@ -415,6 +416,7 @@ class Handle:
                 layer.use(*present[name])
                 layer.effective.doubt()
             self.run.hooks.enter(self.run.stage)
+            self._deployed = False
 
     def refresh(self) -> None:
         """Make W̃ again from the present weights at the next forward pass, whatever has written them.
@@ -477,7 +479,7 @@ class Handle:
                 stacklevel=2,
             )
         self.run.check_weights("finish")
-        if not self.run.max_applied_steps:
+        if not (self.run.max_applied_steps or any(layer.stepped for layer in self.layers.values())):
             self.run.guards.warn_of_gradients("finish", attached=bool(self.run.attachments))
         if early := self.run.not_ready_reason():
             warnings.warn(

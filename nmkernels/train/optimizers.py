@@ -56,6 +56,8 @@ def attach(run: Run, optimizers: Sequence[torch.optim.Optimizer], forms: str) ->
     _check(run, owners, (*optimizers, *known), known, forms)
     last, layers = owners[-1]
     saved, loaded = None if last in known else last.param_groups[0].get(STATE_KEY), None
+    if saved is run.state:  # model, handle and optimizer were copied together
+        saved = None
     if saved is not None:
         states = {name: o.state.get(layer.parameter) or {} for o, of_o in owners for name, layer in of_o.items()}
         loaded = restored(saved, run.layers, {name: state[HELD] for name, state in states.items() if HELD in state})
@@ -292,12 +294,16 @@ def _stop_watching() -> None:
 
 
 def holding(a: Attachment) -> dict[str, NMWeight]:
-    """The layers whose held masks are saved in the optimizer's state of their weights: trained ones, without ZeRO, which shards it."""
+    """The layers whose held masks are saved in the optimizer's state of their weights: trained ones, without ZeRO, which shards it.
+
+    Not in an empty state, since torch's optimizers take a weight whose state has something to have been stepped.
+    """
     if not a.run.holds or a.updating is not a.optimizer:
         return {}
     # load_state_dict(assign=True) gives a layer another Parameter than the one that this optimizer updates
     trained = {id(p) for group in a.optimizer.param_groups for p in group["params"] if p.requires_grad}
-    return {name: layer for name, layer in a.layers.items() if id(layer.parameter) in trained}
+    layers = {name: layer for name, layer in a.layers.items() if id(layer.parameter) in trained}
+    return {name: x for name, x in layers.items() if a.optimizer.state.get(x.parameter) or is_sharded(x.parameter)}
 
 
 def mark_held_masks(a: Attachment) -> None:

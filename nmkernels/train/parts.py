@@ -9,7 +9,7 @@ checkpoints have them as ``state["held"]`` (layer -> name -> tensor).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,7 @@ from ..nn.weight import NMWeight
 from ..pattern import CheckpointError, NMError, Pattern, RecipeError, ShapeError
 from ..recipes.contract import Recipe, Stage, State, generator_of, stream_key
 from ..shards import is_sharded, own_rank
+from .guards import Guards
 from .input_norms import InputNorms
 from .report import Report
 
@@ -153,11 +154,11 @@ class Held:
     outside the model's state dict, ``names`` says which; ``state["held_steps"]`` counts the applied steps of the present stage.
 
     ``masks`` (name -> bool ``(out, in)``) are chosen at the beginning of the first stage that holds a mask, by ``score``, and stay. Weights
-    outside are set to +0. ``trained`` says whether there were gradients before ``attach``.
+    outside are set to +0. ``guards`` know whether there were gradients before ``attach``.
     """
 
-    def __init__(self, layers: dict[str, NMWeight], score: str | None, trained: Callable[[], bool]) -> None:
-        self.layers, self.score, self._trained = layers, score, trained
+    def __init__(self, layers: dict[str, NMWeight], score: str | None, guards: Guards) -> None:
+        self.layers, self.score, self._guards = layers, score, guards
         self.masks: dict[str, Tensor] = {}
         self.names: dict[str, set[str]] = {}
         self.inputs = InputNorms(layers)
@@ -259,7 +260,7 @@ class Held:
         layer = self.layers[name]
         weight = layer.master.detach()
         if self.score == "existing" and not ops.is_nm(weight, layer.pattern):
-            if self._trained():
+            if self._guards.trained:
                 raise RecipeError(
                     f"the weight of layer {name!r} is not {layer.pattern} any more: it was trained before handle.attach(optimizer), so "
                     "nothing held its mask. Prune again, by prune_ or handle.remove() and sparsify_, and attach the optimizer before the "

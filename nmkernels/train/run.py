@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class Run:
         self.guards = Guards(recipe, layers)
         self.patterns = Patterns(recipe, layers, report)
         self.streams = Streams(layers)
-        self.held = Held(layers, setup.mask_score, lambda: self.guards.trained)
+        self.held = Held(layers, setup.mask_score, self.guards)
         self.stage = recipe.stage({})
         self.start("sparsify_")
         transforms = {self.stage.transform, self.stage.later, *(layer.final for layer in layers.values())}
@@ -68,6 +69,13 @@ class Run:
         self.held.begin({}, self.stage)
         self.hooks.enter(self.stage)
         self.guards.watch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        """A run on copied layers, without optimizers, which torch copies without their hooks; ``attach`` continues."""
+        new = memo[id(self)] = object.__new__(Run)
+        new.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name != "attachments"})
+        new.attachments = []
+        return new
 
     # ---- the verbs of a run
 
@@ -126,6 +134,7 @@ class Run:
         self.hooks.close()
         self.guards.end()
         self.streams.end()
+        self.held.names = {}  # finished layers hold nothing
 
     # ---- what else may happen
 

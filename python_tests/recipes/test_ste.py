@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
@@ -69,6 +70,19 @@ def test_gradients_of_autograd_carry_no_decay():
     for net in (model, dense):
         loss_of(net, DATA[0]).backward()
     assert torch.allclose(model[0].weight.grad, dense[0].weight.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:the weight of .* gets a gradient from outside the layer")
+def test_a_weight_that_two_layers_share_decays_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
+    handle = nm.sparsify_(model, SRSTE(decay=0.5))
+    model[2].weight = model[0].weight
+    optimizer = handle.attach(torch.optim.SGD(model.parameters(), lr=1e-2))
+    model(torch.randn(16, 32)).square().mean().backward()
+    w, gradient = model[0].weight.detach().clone(), model[0].weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(model[0].weight.grad - gradient, 0.5 * w.masked_fill(nm.ops.mask(w, "2:4"), 0.0))
 
 
 def test_mask_from_master_weight():

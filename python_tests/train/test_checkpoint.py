@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import nmkernels as nm
 from nmkernels.optim import MaskedAdamW
@@ -42,13 +43,14 @@ def test_texts_of_others(text):
 @pytest.mark.quick(1, per="entry.recipe.name")
 @pytest.mark.parametrize("entry", ROSTER.values(), ids=ROSTER.keys())
 def test_keys_of_a_state_dict_are_those_of_a_fresh_one(entry):
-    """torch.distributed.checkpoint loads no others."""
+    """torch.distributed.checkpoint loads no others into an optimizer whose state it has made by a step at rate 0."""
 
     def keys(optimizer):
         state = optimizer.state_dict()
         return [(i, own) for i, values in state["state"].items() for own in values if own == "nm_held"], state["param_groups"][0].keys()
 
     model, _, optimizer = start(entry.recipe, F32)
+    zero_step(optimizer)
     first = keys(optimizer)
     for batch in DATA32:
         step(model, optimizer, batch)
@@ -106,6 +108,38 @@ def test_asking_for_the_state_changes_nothing(recipe, kind):
         runs.append((snapshot(model), metrics_of(handle), handle.state_dict()))
     (weights, metrics, state), (others, theirs, their) = runs
     assert distance(weights, others) == 0.0 and str(metrics) == str(theirs) and same(state, their)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.unused, self.used = nn.Linear(32, 32, bias=False), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, MaskedAdamW, torch.optim.RMSprop, torch.optim.SGD])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_masks_of_weights_that_were_never_stepped_are_restored_before_attach(steps, make):
+    data = [(x := torch.randn(8, 32, generator=torch.Generator().manual_seed(t)), x) for t in range(4)]
+    model = Unused()
+    handle = nm.sparsify_(model, "asp:2:4")
+    optimizer = handle.attach(make(model.parameters(), lr=1e-2))
+    train(model, optimizer, data[:steps])
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    other = Unused()
+    other.load_state_dict(saved[0])
+    with torch.no_grad():
+        other.unused.weight[:, 0] = 9.0  # a mask chosen again would keep it
+    loaded = make(other.parameters(), lr=1e-2)
+    loaded.load_state_dict(saved[1])
+    again = nm.sparsify_(other, "asp:2:4")
+    again.attach(loaded)
+    assert same(handle.run.held.masks, again.run.held.masks)
+    for one, its in ((model, optimizer), (other, loaded)):
+        train(one, its, data[3:])
+    assert torch.equal(model.used.weight, other.used.weight)
 
 
 def test_a_real_first_step_at_learning_rate_zero_counts():

@@ -128,6 +128,18 @@ def test_no_false_alarm_where_the_recipe_did_not_miss_a_step():
             assert math.isnan(handle.metrics()["flip_rate"].item()) == (case != "trained")
 
 
+def test_no_false_alarm_after_going_back_to_a_checkpoint():
+    model, handle, optimizer = start(SRSTE(), make=torch.optim.AdamW)
+    train(model, optimizer, batches(3))
+    best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, batches(1))
+    model.load_state_dict(best[0])
+    optimizer.load_state_dict(best[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.finish()
+
+
 @pytest.mark.parametrize("end", ["step", "finish", "remove"])
 def test_nothing_watches_gradients_longer_than_needed(end):
     model, handle, optimizer = start(STE())
@@ -170,6 +182,50 @@ def test_deployable_is_left_after_an_error():
         assert not torch.equal(model(x), before)
         raise KeyError
     assert torch.equal(model(x), before)
+
+
+def test_deployable_within_deployable_changes_nothing():
+    model = nn.Sequential(nn.Linear(32, 64), nm.nn.SquaredReLU(), nn.Linear(64, 32))
+    handle = nm.sparsify_(model, "act24:2:4(total_steps=100, start=50)")
+    x = torch.randn(4, 32)
+    before = model(x)
+    with handle.deployable():
+        deployed = model(x)
+        with handle.deployable():
+            assert torch.equal(model(x), deployed)
+        assert torch.equal(model(x), deployed) and not torch.equal(deployed, before)
+    assert torch.equal(model(x), before)
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize(
+    "recipe", ["srste:2:4", "step:2:4(total_steps=10, switch=fixed, start=3)", "asp:2:4", "vnm:2:4", "slope:2:4(total_steps=10)"]
+)
+def test_copied_together_model_handle_and_optimizer_go_on(recipe):
+    model, data = mlp(), batches(6)
+    handle = nm.sparsify_(model, recipe)
+    optimizer = handle.attach((MaskedAdamW if "step:" in recipe else torch.optim.AdamW)(model.parameters(), lr=1e-2))
+    train(model, optimizer, data[:2])
+    copies = copy.deepcopy((model, handle, optimizer))
+    alone = copy.deepcopy((model, handle))
+    copies[1].attach(copies[2])
+    train(model, optimizer, data[2:])
+    assert not torch.equal(model[0].weight, copies[0][0].weight)
+    train(copies[0], copies[2], data[2:])
+    for a, b in zip(model.parameters(), copies[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    for each in (handle, copies[1], alone[1]):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "finish: the recipe")  # a schedule that was cut short
+            each.finish(allow_unused=True)
+        assert each.state_dict().keys() == {"nm_recipe"}
+
+
+def test_a_copied_handle_can_be_removed_before_attach():
+    copied = copy.deepcopy(nm.sparsify_(mlp(), "srste:2:4"))
+    assert type(copied.remove()[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("recipe", ["ste:2:4", "asp:2:4", "fst:2:4(end=None, mvue=None)", "act24:2:4(total_steps=4)"])
