@@ -43,6 +43,15 @@ def test_values_checked_and_found_by_name(recipe):
 
 
 @ALL
+def test_switches_are_true_or_false(recipe):
+    """A word without quotes is text, and any text would count as True."""
+    for name in (f.name for f in dataclasses.fields(recipe) if f.type == "bool"):
+        for bad in ("false", "0", "None"):
+            with pytest.raises(nm.RecipeError, match=f"{name}={bad}|{name}='{bad}' must be True or False"):
+                get(f"{recipe.name}({name}={bad})", pattern=recipe.pattern, total_steps=100)
+
+
+@ALL
 def test_text_and_plain_values_make_the_recipe_again(recipe):
     assert get(nm.recipes.text(recipe)) == recipe
     plain = spec(recipe)

@@ -17,7 +17,7 @@ from ...optim.rules import UpdateRule
 from ...pattern import RecipeError
 from ...shards import is_sharded, local, summed, total
 from ..compose import Composite, first_stage, of_length
-from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, number, setting, truncate
+from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, flag, number, setting, truncate
 from ..registry import recipe, spec
 from ..schedule import PACKED, resolve_step
 from .ste import SRSTE
@@ -165,7 +165,7 @@ class STEP(Composite):
     t_max: float | int | None = number(0.5, none="for no bound")
     start: float | int = number(0.25)
     threshold: float | None = number(None, above=True, none="for the policy's own")
-    bias_corrected: bool = True
+    bias_corrected: bool = flag(True)
     eps_mode: str = choice("outside", "inside")
     clamp: float | None = number(2.0, above=True, none="for no clamp")
     decay: float = number(0.0)
