@@ -153,6 +153,9 @@ def test_unknown_names_patterns_and_keywords():
     for text, keywords in (("ste:2:4", {"pattern": "1:4"}), ("mdgf(gradient=ste)", {"gradient": "chain"})):
         with pytest.raises(nm.RecipeError, match="given twice"):
             get(text, total_steps=10, **keywords)
+    for text in ("srste:2:4(pattern='1:4')", "srste:2:4(decay=1e-3, decay=2)", "layerwise:2:4(inner=srste(decay=1, decay=2))"):
+        with pytest.raises(nm.RecipeError, match="(the pattern|decay) is given twice in .srste"):
+            get(text)
 
 
 def test_parse():
@@ -168,6 +171,6 @@ def test_parse():
 
 
 def test_not_a_recipe():
-    for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"]:
+    for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1", "mdgf(a=1)(b=2)"]:
         with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
             parse(text)
