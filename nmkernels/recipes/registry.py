@@ -123,6 +123,9 @@ def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recip
 def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
     """(name, pattern or None, keywords) of a recipe's text; values are plain Python literals, and words may go without quotes.
 
+    Raises:
+        RecipeError: it is not such a text, or gives something twice.
+
     Example:
         >>> parse("step:1:8(inner=mdgf(gradient=ste), t_max=0.5)")
         ('step', '1:8', {'inner': 'mdgf(gradient=ste)', 't_max': 0.5})
@@ -133,11 +136,14 @@ def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
     if opened:
         try:
             call = ast.parse(f"f({rest}", mode="eval").body
-            if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or None in [k.arg for k in call.keywords]:
                 raise ValueError("keywords only")
             for keyword in call.keywords:
+                key = str(keyword.arg)
+                if key in options or (key == "pattern" and colon):
+                    raise RecipeError(f"{'the pattern' if key == 'pattern' else key} is given twice in {spec!r}; give it once.")
                 word = isinstance(keyword.value, (ast.Name, ast.Call))  # or the text of another recipe
-                options[str(keyword.arg)] = ast.unparse(keyword.value) if word else ast.literal_eval(keyword.value)
+                options[key] = ast.unparse(keyword.value) if word else ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError) as error:
             raise RecipeError(
                 f"{spec!r} is not a recipe: write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)."

@@ -43,6 +43,15 @@ def test_values_checked_and_found_by_name(recipe):
 
 
 @ALL
+def test_switches_are_true_or_false(recipe):
+    """A word without quotes is text, and any text would count as True."""
+    for name in (f.name for f in dataclasses.fields(recipe) if f.type == "bool"):
+        for bad in ("false", "0", "None"):
+            with pytest.raises(nm.RecipeError, match=f"{name}={bad}|{name}='{bad}' must be True or False"):
+                get(f"{recipe.name}({name}={bad})", pattern=recipe.pattern, total_steps=100)
+
+
+@ALL
 def test_text_and_plain_values_make_the_recipe_again(recipe):
     assert get(nm.recipes.text(recipe)) == recipe
     plain = spec(recipe)
@@ -144,6 +153,9 @@ def test_unknown_names_patterns_and_keywords():
     for text, keywords in (("ste:2:4", {"pattern": "1:4"}), ("mdgf(gradient=ste)", {"gradient": "chain"})):
         with pytest.raises(nm.RecipeError, match="given twice"):
             get(text, total_steps=10, **keywords)
+    for text in ("srste:2:4(pattern='1:4')", "srste:2:4(decay=1e-3, decay=2)", "layerwise:2:4(inner=srste(decay=1, decay=2))"):
+        with pytest.raises(nm.RecipeError, match="(the pattern|decay) is given twice in .srste"):
+            get(text)
 
 
 def test_parse():
@@ -159,6 +171,6 @@ def test_parse():
 
 
 def test_not_a_recipe():
-    for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1"]:
+    for text in ["mdgf(", "mdgf(0.5)", "mdgf(a=b=c)", "mdgf(**x)", "mdgf(a=1) + 2", "mdgf(a=[x for x in y])", "mdgf(a=1", "mdgf(a=1)(b=2)"]:
         with pytest.raises(nm.RecipeError, match="write it as name:N:M"):
             parse(text)

@@ -181,6 +181,11 @@ def test_inner_recipes_end_with_the_layers_patterns(inner):
         assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
 
 
+def test_no_inner_recipe():
+    with pytest.raises(nm.RecipeError, match="LayerWise: inner=None must be a recipe"):
+        nm.recipes.get("layerwise:2:4(inner=None)")
+
+
 def test_no_choice_of_patterns():
     with pytest.warns(UserWarning, match=r'groups of 8 keep at least 1, .* LayerWise\("4:32"\)'):
         assert kept_counts(start(LayerWise("1:8"))[1]) == {"0": 1, "2": 1}

@@ -11,7 +11,7 @@ import nmkernels as nm
 from nmkernels.ops import STATS
 from nmkernels.optim import MaskedAdamW
 from nmkernels.recipes import STEP, Observed
-from nmkernels.recipes.methods.step import REASONS, window
+from nmkernels.recipes.methods.step import REASONS, figure, window
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import Adam, Step, batches, distance, loss_of, mlp, snapshot, train
 from python_tests.recipes.training import metrics_of, run, start
@@ -305,6 +305,84 @@ def test_a_loaded_second_moment_keeps_its_own_bias_correction():
     assert (state["switch_step"], state["v_step"]) == (3, 1003)
     assert recipe.stage(state).rule.v_step == 1003
     assert STEP(switch="fixed", start=3, bias_corrected=False).stage(state).rule.v_step == 0
+
+
+# ---- layers with different numbers of steps
+
+
+def uneven(recipe, total, joins=0, idle=lambda t: False, after=lambda t, handle, optimizer: None, **keywords):
+    """Train two layers, the last of which joins the optimizer at step ``joins``, counted from 0, and has no gradient where ``idle(t)``.
+
+    Returns the updates of the last step over lr, and those with v* and the number of steps that each layer had at the switch.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32, bias=False) for name in "ab"}).double()
+    handle, (beta1, beta2) = nm.sparsify_(model, recipe), (0.9, 0.999)
+    weights = {name: model[name].weight for name in "ab"}
+    optimizer = MaskedAdamW([weights["a"]] if joins else weights.values(), lr=1e-3, weight_decay=0.0, **keywords)
+    handle.attach(optimizer)
+    m, v, steps, frozen = dict.fromkeys("ab", 0.0), dict.fromkeys("ab", 0.0), dict.fromkeys("ab", 0), {}
+    for t in range(total):
+        if joins and t == joins:
+            optimizer.add_param_group({"params": [weights["b"]]})
+        x, before = torch.randn(16, 32, dtype=torch.float64), {name: w.detach().clone() for name, w in weights.items()}
+        optimizer.zero_grad()
+        sum((model[name](x) - x).square().mean() for name in ("a" if idle(t) else "ab")).backward()
+        for name, w in weights.items():
+            if w.grad is not None and (name == "a" or t >= joins):
+                steps[name] += 1
+                m[name] = beta1 * m[name] + (1 - beta1) * w.grad
+                v[name] = beta2 * v[name] + (1 - beta2) * w.grad**2
+        optimizer.step()
+        after(t + 1, handle, optimizer)
+        if handle.state["switch_step"] == t + 1:
+            frozen = {name: v[name] / (1 - beta2 ** steps[name]) for name in "ab"}
+    updates = {name: (before[name] - w.detach()) / 1e-3 for name, w in weights.items()}
+    want = {name: m[name] / (1 - beta1 ** steps[name]) / (v.sqrt() + 1e-8) for name, v in frozen.items()}
+    return updates, want, handle
+
+
+@for_each("joins, idle", [(30, lambda t: False), (0, lambda t: t % 4 != 0 and t != 40), (0, lambda t: False)])
+@for_each("amsgrad", [False, True])
+def test_layers_with_fewer_steps_have_their_own_bias_correction(joins, idle, amsgrad):
+    """Those that join later, or that run only in some forward passes."""
+    recipe = STEP("2:4", total_steps=100, switch="fixed", start=40, clamp=None)
+    updates, want, handle = uneven(recipe, 41, joins, idle, amsgrad=amsgrad)
+    assert handle.state["switch_step"] == handle.state["v_step"] == 40
+    # with amsgrad v is a running maximum, which is v itself only while that grows
+    assert all(((updates[k] - want[k]).abs().sum() / want[k].abs().sum()).item() < (0.02 if amsgrad else 1e-9) for k in "ab")
+
+
+def test_raw_moments_are_frozen_as_they_are():
+    recipe, moments = STEP("2:4", total_steps=100, switch="fixed", start=40, bias_corrected=False), {}
+
+    def after(t, handle, optimizer):
+        if t >= 39:
+            moments[t] = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+
+    uneven(recipe, 41, 30, lambda t: t >= 39, after)
+    assert all(torch.equal(a, b) for a, b in zip(moments[40][1:], moments[39][1:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(moments[41], moments[40], strict=True))
+
+
+@for_each("joins, idle", [(30, lambda t: False), (0, lambda t: t % 4 != 1)])
+def test_the_default_test_counts_the_steps_of_each_layer(joins, idle):
+    means, rows = [0.0], []
+
+    def after(t, handle, optimizer):
+        states = optimizer.state.values()
+        means.append(sum(float(s["exp_avg_sq"].sum()) / (1 - 0.999 ** int(s["step"])) for s in states))
+        rows.append((handle.state["z_bar"].item(), abs(means[t] - means[t // 2]) / means[t]))
+
+    uneven(STEP("2:4", total_steps=400, t_min=100), 70, joins, idle, after)
+    assert [row[0] for row in rows[1:]] == pytest.approx([row[1] for row in rows[1:]], rel=1e-9)
+    assert rows[-1][0] < 0.1, "both layers have settled"
+
+
+def test_a_layer_whose_first_step_was_skipped():
+    moments = {"exp_avg_sq": [torch.ones(4), torch.zeros(4)], "step": [torch.tensor(5.0), torch.tensor(0.0)]}
+    got = figure("relative", Observed(torch.zeros(9), 8, 5, lambda key: moments[key], lambda: GROUP))
+    assert got.item() == pytest.approx(4 / (1 - 0.9**5))
 
 
 def test_the_host_asks_only_between_the_bounds(monkeypatch):

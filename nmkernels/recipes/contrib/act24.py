@@ -85,7 +85,7 @@ class Activation24(ScheduledRecipe):
     split: bool = flag(False)
     dense_features: float = 0.05
     multiple: int = 128
-    shuffle: bool = True
+    shuffle: bool = flag(True)
 
     about = About(
         paper="Haziza et al., 2025, arXiv 2503.16672",

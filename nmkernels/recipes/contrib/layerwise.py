@@ -134,7 +134,8 @@ class LayerWise(Composite):
         object.__setattr__(self, "given", json.dumps(fixed) if fixed else None)
         object.__setattr__(self, "rows", json.dumps(rows) if rows else None)
         inner = self.inner
-        assert isinstance(inner, Recipe)
+        if not isinstance(inner, Recipe):
+            raise RecipeError(f"LayerWise: inner={inner!r} must be a recipe, or its name such as 'srste': it trains the layers.")
         kind = type(inner).__name__
         if isinstance(inner, (LayerWise, STEP)):
             raise RecipeError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...autograd.transforms import Traits, WeightTransform, masked, reading
 from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
-from ..contract import About, Setup, Stage, State, choice, count, number
+from ..contract import About, Setup, Stage, State, choice, count, flag, number
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe, phases
 
@@ -104,7 +104,7 @@ class MaxQ(ScheduledRecipe):
     levels: int | None = count(None, least=1, none="for a smooth decay")
     tau: float = number(1e-2, above=True)
     decay: float = number(2e-4)
-    kernel: bool = False
+    kernel: bool = flag(False)
     gradient: str = choice("ste", "chain")
 
     about = About(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ...nn.weight import NMWeight
 from ...pattern import RecipeError
-from ..contract import About, Hooks, Setup, Stage, choice, count, random_seed
+from ..contract import About, Hooks, Setup, Stage, choice, count, flag, random_seed
 from ..registry import recipe
 from ..schedule import ScheduledRecipe, resolve_step
 from .permutation import search_permutation
@@ -162,7 +162,7 @@ class ASP(ScheduledRecipe):
 
     score: str = choice("magnitude", "wanda", "existing")
     start: float | int = 0
-    permute: bool = False
+    permute: bool = flag(False)
     escapes: int = count(100)
     seed: int = random_seed(0)
 

@@ -16,7 +16,7 @@ from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ...reference import uniforms24
 from ...shards import is_sharded
-from ..contract import About, Hooks, Setup, Stage, State, choice, number, random_seed
+from ..contract import About, Hooks, Setup, Stage, State, choice, flag, number, random_seed
 from ..registry import recipe
 from ..schedule import EARLY, ScheduledRecipe
 
@@ -168,7 +168,7 @@ class MaskLLM(ScheduledRecipe):
     decay_schedule: str = choice("constant", "linear")
     prior_strength: float = number(3.0)
     init_std: float = number(0.01)
-    hard: bool = False
+    hard: bool = flag(False)
     others: str = choice("frozen", "trained")
     lr_multiplier: float = number(10.0, above=True)
     seed: int | None = random_seed()

@@ -15,9 +15,9 @@ from ...ops import STATS
 from ...optim.adamw import MaskedAdamW
 from ...optim.rules import UpdateRule
 from ...pattern import RecipeError
-from ...shards import is_sharded, total
+from ...shards import is_sharded, local, summed, total
 from ..compose import Composite, first_stage, of_length
-from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, number, setting, truncate
+from ..contract import About, Observed, Recipe, Setup, Span, Stage, State, choice, flag, number, setting, truncate
 from ..registry import recipe, spec
 from ..schedule import PACKED, resolve_step
 from .ste import SRSTE
@@ -58,8 +58,13 @@ def figure(switch: str, seen: Observed) -> Tensor:
     if switch == "relative_norm":
         return total(lambda v: v.double().square().sum(), moments).sqrt()
     if switch == "relative":
-        step = torch.as_tensor(seen.optimizer_state("step")[-1]).double()
-        return total(lambda v: v.sum(dtype=torch.float64), moments) / (1 - seen.find_group()["betas"][1] ** step)
+        beta2 = seen.find_group()["betas"][1]
+        counts = [torch.as_tensor(step) for step in seen.optimizer_state("step")]
+        # of all layers at once, as on a GPU each operation is a launch; a layer whose first step was skipped has t = 0 and v = 0
+        stacked = {device: torch.stack([c for c in counts if c.device == device]) for device in {c.device for c in counts}}
+        corrections = {device: iter(1 - beta2 ** t.double().clamp(min=1)) for device, t in stacked.items()}
+        parts = ((v, local(v).sum(dtype=torch.float64) / next(corrections[c.device])) for v, c in zip(moments, counts, strict=True))
+        return summed(parts).reshape(())
     return total(lambda v: v.double().abs().sum(), moments)
 
 
@@ -90,6 +95,18 @@ def observe(state: State, switch: str, seen: Observed) -> None:
     state["t"] = t + applied
 
 
+def use_one_step_count(seen: Observed, v_step: int, steps: list[int]) -> None:
+    """Scale v of layers with fewer steps than ``v_step``, in place, so that its bias correction is right for them too."""
+    for key in ("exp_avg_sq", "max_exp_avg_sq"):
+        moments = seen.optimizer_state(key)
+        if len(moments) != len(steps):  # no amsgrad, or not in all groups
+            continue
+        for v, step in zip(moments, steps, strict=True):
+            if step != v_step:
+                beta2 = float(seen.find_group()["betas"][1])
+                local(v).mul_((1 - beta2**v_step) / (1 - beta2 ** max(step, 1)))
+
+
 @recipe("step")
 @dataclass(frozen=True)
 class STEP(Composite):
@@ -99,7 +116,8 @@ class STEP(Composite):
     m = β₁m + (1−β₁)g, and W ← W − lr · m̂ / (√v̂* + ε) with v* = v_{T₀} frozen. Parameters without a mask keep plain AdamW.
 
     T₀ is the first t with (the test passes and t > T_min) or t > T_max. The test asks whether v has settled over its window of
-    w = 1/(1−β₂) steps. By default, with μ_t the mean of v̂_t = v_t/(1−β₂^t) over all maskable weights, it passes where
+    w = 1/(1−β₂) steps. By default, with μ_t the mean of v̂_t = v_t/(1−β₂^t) over all maskable weights, t counted for each layer and v̂ = 0
+    for layers that have not begun, it passes where
 
         |μ_t − μ_s| < threshold · μ_t,   s = max(⌊t/2⌋, t − w)
 
@@ -121,7 +139,8 @@ class STEP(Composite):
             optimizer that is attached, at most a tenth of ``total_steps``, and not above T_max. In the paper they are 0.1 and 0.5.
         start: T₀ for ``switch="fixed"``, in steps or as a share.
         threshold: of the policy's test; by default the optimizer's own ε, or the number above.
-        bias_corrected: freeze ``v̂* = v*/(1−β₂^T₀)`` (no jump of the step size at the switch); False keeps it raw.
+        bias_corrected: freeze ``v̂* = v*/(1−β₂^T₀)`` (no jump of the step size at the switch), with a layer's own number of steps where
+            it has had fewer; False keeps it raw.
         eps_mode: ``"outside"`` √v̂* + ε, or ``"inside"`` √(v̂* + ε).
         clamp: bound on |m̂/D| in phase 1, None for none: the frozen v may be tiny where phase 0 has driven gradients to zero.
         decay, packed: λ of SR-STE in phase 1, 0 for plain STE; how it multiplies, as for ``STE``.
@@ -146,7 +165,7 @@ class STEP(Composite):
     t_max: float | int | None = number(0.5, none="for no bound")
     start: float | int = number(0.25)
     threshold: float | None = number(None, above=True, none="for the policy's own")
-    bias_corrected: bool = True
+    bias_corrected: bool = flag(True)
     eps_mode: str = choice("outside", "inside")
     clamp: float | None = number(2.0, above=True, none="for no clamp")
     decay: float = number(0.0)
@@ -301,8 +320,10 @@ class STEP(Composite):
         state["switch_step"] = int(t.item())
         chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
         state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
-        steps = observed.optimizer_state("step")
-        state["v_step"] = int(steps[-1]) if steps else state["switch_step"]
+        steps = [int(step) for step in observed.optimizer_state("step")]
+        state["v_step"] = max(steps, default=state["switch_step"])
+        if self.bias_corrected:
+            use_one_step_count(observed, state["v_step"], steps)
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.find_group())}
         if "seed" in state["inner"]:
