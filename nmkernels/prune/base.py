@@ -47,6 +47,8 @@ class OneShot:
         if self.damping is not None:
             self._set("damping", finite_number)
         self._set("refit", whole_number, least=0)
+        if not isinstance(self.transposable, bool):
+            raise RecipeError(f"{type(self).__name__}: transposable must be True or False; got {self.transposable!r}.")
 
     def _set(self, name: str, check: Callable[..., float], **limits: float) -> None:
         """Check a setting, and keep it as a plain number."""

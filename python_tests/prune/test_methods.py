@@ -294,6 +294,8 @@ def test_methods_as_text():
         resolve("sparsgpt")
     with pytest.raises(nm.RecipeError, match="no one-shot method is called 'admm:2:4'"):
         resolve("admm:2:4")
+    with pytest.raises(nm.RecipeError, match="ADMM: transposable must be True or False; got 'false'"):
+        resolve("admm(transposable=false)")
     with pytest.raises(TypeError, match="admm has no keyword 'iteration'.*iterations.*It takes damping, refit"):
         resolve("admm(iteration=3)")
     with pytest.raises(nm.RecipeError, match="must be a name or a OneShot.*got type"):
