@@ -118,13 +118,12 @@ def finish_step(a: Attachment, stats: Tensor | None, found_inf: Tensor | None, p
 
 def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
     """Let the schedule see the step that every optimizer of the run has just done."""
-    run, stats, numel, parts = driver.run, None, 0, []
+    run, stats, numel = driver.run, None, 0
     for a in run.attachments:
         if a.observed is not None:
             stats = a.observed if stats is None else merge_stats(stats, a.observed)
             numel += a.numel
             a.observed = None
-            parts.append(a)
     if stats is None:
         return
     run.max_applied_steps += 1
@@ -141,7 +140,8 @@ def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
         due = stage.every > 0 and state["held_steps"] % stage.every == 0
 
     def states(key: str) -> list[Any]:
-        found = [a.updating.state.get(layer.parameter, {}).get(key) for a in parts for layer in a.layers.values()]
+        # of optimizers that rest in this step too, whose moments the schedule freezes as well
+        found = [a.updating.state.get(layer.parameter, {}).get(key) for a in run.attachments for layer in a.layers.values()]
         return [value for value in found if value is not None]
 
     if begins := run.recipe.advance(state, Observed(stats, numel, run.max_applied_steps, states, lambda: driver.group)):

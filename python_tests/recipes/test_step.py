@@ -353,6 +353,23 @@ def test_layers_with_fewer_steps_have_their_own_bias_correction(joins, idle, ams
     assert all(((updates[k] - want[k]).abs().sum() / want[k].abs().sum()).item() < (0.02 if amsgrad else 1e-9) for k in "ab")
 
 
+def test_an_optimizer_that_rests_at_the_switch_counts_too():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "ab"})
+    handle = nm.sparsify_(model, STEP("2:4", total_steps=100, switch="fixed", start=40))
+    resting, driving = (MaskedAdamW(model[name].parameters(), lr=1e-3) for name in "ba")
+    handle.attach(resting, driving)
+    for t in range(1, 41):
+        x = torch.randn(16, 32)
+        model.zero_grad()
+        (model["a"](x) - model["b"](x)).sub(x).square().mean().backward()
+        v = resting.state[model["b"].weight].get("exp_avg_sq", x).clone()
+        if t % 2:
+            resting.step()
+        driving.step()
+    assert handle.state["switch_step"] == handle.state["v_step"] == 40
+    torch.testing.assert_close(resting.state[model["b"].weight]["exp_avg_sq"] / (1 - 0.999**40), v / (1 - 0.999**20))
+
+
 def test_raw_moments_are_frozen_as_they_are():
     recipe, moments = STEP("2:4", total_steps=100, switch="fixed", start=40, bias_corrected=False), {}
 
