@@ -52,7 +52,7 @@ class CompressedEmbedding(CompressedLinear):
 
     layouts = (EMBEDDING,)
     sparse = scale_grad_by_freq = False
-    """Of the dense layer that it replaces, for whoever makes it dense again."""
+    """Settings of the dense layer, which ``densify_`` restores."""
 
     def __init__(self, weight: ops.Compressed, padding_idx: int | None = None, dtype: torch.dtype | None = None) -> None:
         if weight.step is None or weight.pattern.m != 1:

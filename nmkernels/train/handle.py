@@ -97,8 +97,8 @@ class Handle:
 
     # ---- whose the layers are
 
-    def _present(self, verb: str) -> dict[str, NMWeight]:
-        """The layers that are still sparse; raise ``RecipeError`` where a later handle has one."""
+    def _present(self, verb: str, some: bool = False) -> dict[str, NMWeight]:
+        """The layers that are still sparse; raise ``RecipeError`` where a later handle has one, and unless ``some`` where one is dense."""
         present = {}
         for name, layer in self.layers.items():
             # a linear layer stays the same module whatever it becomes, and a stack of experts is another one each time
@@ -108,17 +108,12 @@ class Handle:
                 raise RecipeError(f"{verb}: this handle was replaced by a later prune_ or sparsify_; use the one that it returned.")
             if state is not None:
                 present[name] = layer
+            elif not some:
+                raise RecipeError(
+                    f"{verb}: layer {name!r} is dense again, by densify_ or a handle's remove(), or compressed, which ends this handle; "
+                    "sparsify_ or prune_ the model again."
+                )
         return present
-
-    def _check_present(self, verb: str) -> None:
-        """Raise ``RecipeError`` unless all layers are still this handle's."""
-        present = self._present(verb)
-        dense = next((name for name in self.layers if name not in present), None)
-        if dense is not None:
-            raise RecipeError(
-                f"{verb}: layer {dense!r} is dense again, by densify_ or a handle's remove(), or compressed, which ends this handle; "
-                "sparsify_ or prune_ the model again."
-            )
 
     # ---- state
 
@@ -159,7 +154,7 @@ class Handle:
             ['nm_recipe']
         """
         if not self.finished:
-            self._check_present("state_dict")
+            self._present("state_dict")
         return {STATE_KEY: copy.deepcopy({**self.state, **self.run.save()})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -219,7 +214,7 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("attach: the recipe is finished; sparsify_ the model again to train on.")
-        self._check_present("attach")
+        self._present("attach")
         attach(self.run, tuple(dict.fromkeys(map(unwrapped, optimizers))), forms)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
@@ -271,7 +266,7 @@ class Handle:
         """
         if self.finished:
             raise RecipeError("renew_masks: the recipe is finished; sparsify_ the model again to prune other weights.")
-        self._check_present("renew_masks")
+        self._present("renew_masks")
         reshard(self.model)
         if self.run.state:
             self.run.renew("renew_masks", overwrite=True)
@@ -298,7 +293,7 @@ class Handle:
             >>> round(handle.metrics()["density"].item(), 2)
             0.5
         """
-        self._check_present("metrics")
+        self._present("metrics")
         if not self.run.state and not self.finished:
             self.run.guards.warn_of_gradients("metrics", attached=False)
         if not self.finished:
@@ -340,7 +335,7 @@ class Handle:
             >>> sparsify_(nn.Linear(64, 64), "srste:2:4").expert_metrics()
             {}
         """
-        self._check_present("expert_metrics")
+        self._present("expert_metrics")
         result: dict[str, dict[str, Tensor]] = {}
         for name, layer in self.layers.items():
             if not isinstance(layer, StackedWeight):
@@ -369,7 +364,7 @@ class Handle:
             ...     _ = model(torch.randn(32, 64))
             >>> optimizer = handle.attach(torch.optim.AdamW(model.parameters()))
         """
-        self._check_present("calibrate")
+        self._present("calibrate")
         return self.run.held.inputs.collecting()
 
     # ---- the end
@@ -391,7 +386,7 @@ class Handle:
         if self.finished or self._deployed:
             yield self.model
             return
-        self._check_present("deployable")
+        self._present("deployable")
         lost = self.run.check_weights("deployable")
         reshard(self.model)
         present = {name: (layer.transform, layer.plan) for name, layer in self.layers.items()}
@@ -431,7 +426,7 @@ class Handle:
             >>> _ = model.weight.data.mul_(2.0)
             >>> handle.refresh()
         """
-        self._check_present("refresh")
+        self._present("refresh")
         reshard(self.model)
         for layer in self.layers.values():
             layer.effective.release()
@@ -460,16 +455,19 @@ class Handle:
         """
         if self.finished:
             return self.model
-        self._check_present("finish")
+        self._present("finish")
         check_own("finish", self.layers)
-        meta = next((name for name, layer in self.layers.items() if layer.master.is_meta), None)
-        if meta is not None and self.recipe.final != "dense":
-            raise RecipeError(
-                f"finish: the weight of layer {meta!r} is on the meta device, or offloaded, so there is nothing to prune. Load the weights "
-                "first: model.to_empty(device=...), then model.load_state_dict(...)."
-            )
+        idle, stepped = [], self.run.max_applied_steps > 0
+        for name, layer in self.layers.items():
+            if layer.master.is_meta and self.recipe.final != "dense":
+                raise RecipeError(
+                    f"finish: the weight of layer {name!r} is on the meta device, or offloaded, so there is nothing to prune. Load the "
+                    "weights first: model.to_empty(device=...), then model.load_state_dict(...)."
+                )
+            stepped = stepped or layer.stepped
+            if not layer.ran:
+                idle.append(name)
         reshard(self.model)  # what FSDP2 left unsharded is a copy
-        idle = [name for name, layer in self.layers.items() if not layer.ran]
         if idle and not allow_unused:
             fate = "made dense again" if self.recipe.final == "dense" else "pruned"
             warnings.warn(
@@ -479,7 +477,7 @@ class Handle:
                 stacklevel=2,
             )
         self.run.check_weights("finish")
-        if not (self.run.max_applied_steps or any(layer.stepped for layer in self.layers.values())):
+        if not stepped:
             self.run.guards.warn_of_gradients("finish", attached=bool(self.run.attachments))
         if early := self.run.not_ready_reason():
             warnings.warn(
@@ -508,7 +506,7 @@ class Handle:
             >>> type(sparsify_(model, "srste:2:4").remove()[0]).__name__
             'Linear'
         """
-        check_own("remove", self._present("remove"), "weight", "bias")  # densify_ may have made some dense
+        check_own("remove", self._present("remove", some=True), "weight", "bias")  # densify_ may have made some dense
         reshard(self.model)
         self._end()
         return _make_dense_(self.model, [m for m in self.model.modules() if isinstance(m, NMWeight)])

@@ -130,7 +130,7 @@ def test_the_table_and_the_words(shown):
     assert f"| {own + 0.001:.3f} ± 0.002 |" in line and f"| {own - dense:+.3f} ± 0.000 |".replace("-", "−") in line
     assert sizes.summary(shown).startswith("in bfloat16 −0.0") and sizes.summary(shown).count("width 128") == 3
     said = sizes.outcome(shown)
-    assert "width 128, beside" in said and "in nats 0.08" in said and said.count(" lower in ") == 3 and said.count(" higher. ") == 2
+    assert "width 128, compared" in said and "in nats 0.08" in said and said.count(" lower in ") == 3 and said.count(" higher. ") == 2
     assert sizes.text(Tables([])) == sizes.summary(Tables([])) == sizes.outcome(Tables([])) == ""
 
 
