@@ -182,8 +182,8 @@ def outcome(shown: Tables) -> str:
     trained = said(by_training[max(by_training)][1])
     return (
         f"**Against a smaller dense model:** after {STEPS:,} steps ({sparse.loss.n} seeds) the loss of a 2:4 byte GPT of width {width}, "
-        f"compared with a dense one of as many bytes (in the layers that can be sparse), is in nats {', '.join(some)} and {last}; compared with one of "
-        f"as much training it is {trained}. **Against rounding:** the dense model of that width in int4 has "
+        f"compared with a dense one of as many bytes (in the layers that can be sparse), is in nats {', '.join(some)} and {last}; "
+        f"compared with one of as much training it is {trained}. **Against rounding:** the dense model of that width in int4 has "
         f"{rounded.blocks / sparse.blocks:.2f} of the bytes of the 2:4 one in bfloat16, and its loss is {against}. "
         f"[The curves](bench/accuracy/README.md{ANCHOR})."
     )
