@@ -202,6 +202,8 @@ def seconds(method: str, p: Problem) -> float:
     """The estimate for one of the four methods, without the time to make W̃, but in wgrad with ĝ; infinite if the method has no line."""
     if p.device.type == "cuda":
         return _on_gpu(method, p)
+    if not p.tokens:  # nothing is multiplied, and no share of nothing can be borrowed
+        return 0.0
     p = _as_known(p, method)
     if method == DENSE:
         return _dense(p)

@@ -134,13 +134,24 @@ def test_every_exception_is_one() -> None:
     assert set(EXCEPTIONS) <= bad
 
 
+@cache
+def fitted() -> dict[str, dict[str, estimate.Line]]:
+    return fit_rates.lines(cases())
+
+
 def test_constants_are_those_of_the_rows() -> None:
-    new, old = json.loads(fit_rates.text(fit_rates.lines(cases()))), json.loads(fit_rates.RATES.read_text())
-    assert {kind: list(some) for kind, some in new.items()} == {kind: list(some) for kind, some in old.items()}
-    for kind, some in new.items():
-        for name, (tokens, ns, *rest) in some.items():
-            assert [tokens, rest] == [old[kind][name][0], old[kind][name][2:]], f"{kind} {name}: run python -m bench.fit_rates"
-            assert ns == pytest.approx(old[kind][name][1], rel=0.02, abs=1e-3), f"{kind} {name}: run python -m bench.fit_rates"
+    assert not fit_rates.differing(fitted(), cases()), "run python -m bench.fit_rates"
+    assert json.loads(fit_rates.text(estimate.rates())) == json.loads(fit_rates.RATES.read_text())
+
+
+def test_a_line_that_is_not_that_of_the_rows_is_named() -> None:
+    kind, other = "avx512_bf16 amd 25", "avx2 amd 25"
+    off, more = (dict(fitted()[k]) for k in (kind, other))
+    pairs, dense = "bfloat16 fprop pairs", "float32 fprop dense"
+    off[pairs] = off[pairs]._replace(ns=tuple(1.03 * ns for ns in off[pairs].ns))
+    more["float32 fprop of another kernel"] = more.pop(dense)
+    wrong = fit_rates.differing({**fitted(), kind: off, other: more}, cases())
+    assert wrong == [f"{other} {dense}", f"{other} float32 fprop of another kernel", f"{kind} {pairs}"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "amx amd 27", "avx512 amd 25", "avx2"])
@@ -199,6 +210,16 @@ def test_nothing_borrowed_is_faster_than_at_the_lender(kind: str) -> None:
                 chosen = fit_rates.choice(p, (DENSE, method))
                 assert chosen == DENSE or dense / estimate.seconds(method, p) > 1.25
     assert borrowed or kind in ("amx intel 6", "avx512_bf16 amd 25")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "avx2 amd 23", "amx amd 27", "avx2"])
+@pytest.mark.parametrize("role", ["fprop", "dgrad", "wgrad"])
+def test_nothing_takes_no_time(kind: str, role: str) -> None:
+    with on(kind):
+        for dtype, values in ((torch.float32, "float"), (torch.bfloat16, "float"), (torch.bfloat16, "int8")):
+            p = P._replace(role=role, tokens=0, dtype=dtype, values=values, forms=("dense", "rows"))
+            assert [estimate.seconds(name, p) for name in (DENSE, SPARSE, EXPAND, FLOAT32)] == [0.0] * 4
+            assert len(rule(p)) == 1
 
 
 def test_what_is_borrowed_needs_a_larger_margin() -> None:
