@@ -37,6 +37,7 @@ from .rows import RESULTS, load
 RATES = Path(estimate.__file__).with_name("rates.json")
 
 KINDS = {
+    "AMD EPYC (family 23, model 1), 2 threads": "avx2 amd 23",
     "AMD EPYC (family 25, model 1), 2 threads": "avx2 amd 25",
     "AMD EPYC (family 25, model 17), 2 threads": "avx512_bf16 amd 25",
     "AMD EPYC (family 26, model 2), 2 threads": "avx512_bf16 amd 26",
@@ -51,6 +52,9 @@ KINDS = {
 
 METHODS = tuple(f"method({role})" for role in ROLES)
 """Ops with rows of every method for floating-point values; for a kind of machine with such rows, those of ``nm_linear`` are not used."""
+
+NEAR = 4
+"""A line is used for weights of at least the smallest measured number of elements over this, where another kind knows smaller ones."""
 
 HALF_WEIGHT = 0.1
 """The relative error beyond which a row counts for less."""
@@ -130,8 +134,9 @@ def fit(some: Sequence[Sample], dense: bool = False) -> Line:
     x = np.array([estimate.features(knots, p) for p in problems])
     if dense:
         x = x[:, : -len(knots) - 1]
-    if len({(p.rows, p.cols) for p in problems}) == 1:
-        x[:, 0] = 0.0  # of one size nobody knows what a call costs beside it
+    if len({(p.rows, p.cols) for p in problems}) == 1:  # then nobody knows which part of the time does not grow with the elements
+        n = len(knots)
+        x[:, [0, *range(n + 1, n + 5), *range(2 * n + 5, x.shape[1])]] = 0.0
     x *= 1e-9 / np.array([[s.seconds] for s in some])
     wanted = np.array([(s.seconds - s.apart) / s.seconds for s in some])
     scale = np.maximum(np.linalg.norm(x, axis=0), 1e-30)
@@ -141,19 +146,25 @@ def fit(some: Sequence[Sample], dense: bool = False) -> Line:
         errors = x @ (found / scale) - wanted
         weight = (1 + (errors / HALF_WEIGHT) ** 2) ** -0.25
     ns = tuple(float(f"{v:.3g}") for v in found / scale)
-    densities = [p.n / p.m for p in problems]
-    return Line(knots, ns, min(densities), max(densities), len(some))
+    densities, least = [p.n / p.m for p in problems], min(p.rows * p.cols for p in problems) // NEAR
+    return Line(knots, ns, min(densities), max(densities), len(some), least)
 
 
 def lines(some: Iterable[Observation]) -> dict[str, Lines]:
     """The constants of every kind.
 
     They are fitted twice. Methods of a case take turns, so what made all of them slower or faster than their lines, such as a core that
-    another process took, is no property of the methods: the second fit is of times without it.
+    another process took, is no property of the methods: the second fit is of times without it. Of weights still smaller than the smallest
+    that any kind has timed, the line with these says what there is to say.
     """
     some = list(some)
     first = _lines(some)
-    return _lines([replace(c, seconds={what: took / _slower(c, first) for what, took in c.seconds.items()}) for c in some])
+    found = _lines([replace(c, seconds={what: took / _slower(c, first) for what, took in c.seconds.items()}) for c in some])
+    least = {name: min(own[name].least for own in found.values() if name in own) for own in found.values() for name in own}
+    return {
+        kind: {name: line._replace(least=0) if line.least == least[name] else line for name, line in own.items()}
+        for kind, own in found.items()
+    }
 
 
 def _slower(case: Observation, rates: Rates) -> float:

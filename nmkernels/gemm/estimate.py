@@ -55,13 +55,17 @@ MAPPED = 32 << 20
 
 
 class Line(NamedTuple):
-    """The constants ``ns`` of one method, in nanoseconds, ordered as ``features``; ``low`` and ``high`` bound the measured densities."""
+    """The constants ``ns`` of one method, in nanoseconds, ordered as ``features``; ``low`` and ``high`` bound the measured densities.
+
+    Of weights with fewer than ``least`` elements it says nothing: what a call costs apart from them is not known from much larger ones.
+    """
 
     tokens: tuple[int, ...]
     ns: tuple[float, ...]
     low: float
     high: float
     rows: int
+    least: int
 
     def seconds(self, p: Problem) -> float:
         """The estimate."""
@@ -170,8 +174,9 @@ def named_line(p: Problem, what: str) -> str:
 
 
 def line_of(kind: str, p: Problem, method: str) -> Line | None:
-    """The line of a method that a kind of machine has itself."""
-    return rates().get(kind, {}).get(named_line(p, kernel(p, kind) if method == SPARSE else method))
+    """The line of a method that a kind of machine has itself, for weights of this size."""
+    constants = rates().get(kind, {}).get(named_line(p, kernel(p, kind) if method == SPARSE else method))
+    return constants if constants and p.rows * p.cols >= constants.least else None
 
 
 def line(p: Problem, method: str) -> tuple[str, Line] | None:
@@ -191,8 +196,12 @@ def _as_run(p: Problem, method: str) -> Problem:
 
 
 def _as_known(p: Problem, method: str) -> Problem:
-    """``p`` as there are lines of it: as if its weight were in memory, where this kind of machine has no line of cached ones."""
-    return p._replace(cached=False) if p.cached and line_of(machine(p.device), _as_run(p, method), method) is None else p
+    """``p`` as there are lines of it: as if its weight were in memory, where this kind of machine has lines of such weights and no line of
+    cached ones, or none has."""
+    run, local = _as_run(p, method), machine(p.device)
+    if not p.cached or line_of(local, run, method) is not None:
+        return p
+    return p._replace(cached=False) if line_of(local, run._replace(cached=False), method) or line(run, method) is None else p
 
 
 # ---- the estimate
@@ -236,7 +245,7 @@ def _dense(p: Problem) -> float:
     taken, local = constants.seconds(p) + _drawing(kind, DENSE, p), machine(p.device)
     if kind == local:
         return taken
-    fprop = p._replace(role="fprop", rows=4096, cols=4096, values="float", group=0)
+    fprop = p._replace(role="fprop", rows=4096, cols=4096, cached=False, values="float", group=0)
     ours, theirs = line_of(local, fprop, DENSE), line_of(kind, fprop, DENSE)
     return taken * ours.seconds(fprop) / theirs.seconds(fprop) if ours and theirs else taken
 

@@ -269,13 +269,13 @@ def test_an_unmeasured_graph_follows_the_rule_for_many_tokens(costs, monkeypatch
 def test_a_cached_weight_without_rows_needs_a_larger_margin():
     """Rows of weights in memory are not enough: the cache makes dense faster by more than the op."""
     for tokens, margin in ((1, 1.8), (4, 1.8), (16, 1.5)):
-        p = FPROP._replace(tokens=tokens, cached=True)
+        p = FPROP._replace(tokens=tokens, rows=256, cols=256, cached=True)
         with on("amx intel 6"):
             assert estimate.margin("sparse", p) == margin and estimate.margin("dense", p) == 1
             assert estimate.margin("sparse", p._replace(forms=("rows",))) == estimate.margin("expand", p._replace(forms=("rows",))) == 1
-            assert estimate.seconds("sparse", p) == estimate.seconds("sparse", FPROP._replace(tokens=tokens))
+            assert estimate.seconds("sparse", p) == estimate.seconds("sparse", p._replace(cached=False))
         with on("avx512_bf16 amd 25"):
             assert estimate.margin("sparse", p) == 1.06
             assert estimate.margin("sparse", p._replace(tokens=16, n=1, m=64)) == 1.25, "sparser than any row"
-            assert estimate.seconds("dense", p) < estimate.seconds("dense", FPROP._replace(tokens=tokens)), "rows of cached weights"
+            assert estimate.seconds("dense", p) < estimate.seconds("dense", p._replace(cached=False)), "rows of cached weights"
     assert key(FPROP) != key(FPROP._replace(cached=True))
