@@ -17,7 +17,7 @@ from .rows import RunRow
 from .spec import DENSE, TUNING_SEEDS, Case
 from .stats import ENOUGH, FEWEST, Estimate, combined, estimate, holm, verdict
 from .stats import LEVEL as LEVEL_OF_TESTS
-from .studies import LENGTHS, MATRIX, STUDIES, TASKS, case, resolve, variant_losses
+from .studies import LENGTHS, LONG, MATRIX, STUDIES, TASKS, case, resolve, variant_losses
 from .tasks.base import settings
 
 NONE = "–"
@@ -262,10 +262,23 @@ class Tables:
         return f"{runs}, {said}." if said else ""
 
     def lengths(self) -> list[tuple[str, str, None, int]]:
-        """Where the methods of ``LENGTHS`` are compared, as ``compared`` takes it: the lengths that have rows."""
-        (task,) = STUDIES[f"length-{LENGTHS[0]}"].tasks
-        known = [steps for steps in LENGTHS if len(self._losses(task, DENSE, DENSE, steps=steps)) >= FEWEST]
-        return [(task, "2:4", None, steps) for steps in known]
+        """Where the methods of ``LENGTHS`` are compared, as ``compared`` takes it: the lengths that have rows, by length.
+
+        ``code-64`` is the same model and data after 20,000 steps, with two rates.
+        """
+        places = [("code-64", LONG), *((STUDIES[f"length-{steps}"].tasks[0], steps) for steps in LENGTHS)]
+        known = [place for place in places if len(self._losses(place[0], DENSE, DENSE, steps=place[1])) >= FEWEST]
+        return [(task, "2:4", None, steps) for task, steps in sorted(known, key=lambda place: place[1])]
+
+    def flips(self) -> str:
+        """The methods of ``LENGTHS`` whose loss is below dense's after some steps and above it after more, with both numbers, in words."""
+        found = []
+        for method in STUDIES[f"length-{LENGTHS[0]}"].methods[1:]:
+            less = {steps: self.less(task, method, pattern, DENSE, steps=steps) for task, pattern, _, steps in self.lengths()}
+            low = [steps for steps, e in less.items() if e.n >= FEWEST and e.mean + e.half < 0]
+            high = [steps for steps, e in less.items() if e.n >= FEWEST and e.mean - e.half > 0 and low and steps > low[-1]]
+            found += [f"{self.name(method)} ends below dense after {low[-1]:,} steps and above it after {high[0]:,}"] if high else []
+        return "; ".join(found)
 
     def levels(self, pattern: str) -> str:
         """The methods that are level with dense, by task."""

@@ -155,17 +155,16 @@ def what_it_buys(shown: Tables) -> str:
 def lengths(shown: Tables) -> str:
     """The loss less dense's by the number of steps, each at its own best rate; "" without rows."""
     d = Drawing(640, 332, "The loss of 2:4 training less that of dense training, by the number of training steps")
-    study = STUDIES[f"length-{LENGTHS[0]}"]
-    (task,), lines = study.tasks, []
-    for method, colour in zip(study.methods[1:], ("purple", "orange", "green", "red"), strict=True):
-        found = {steps: shown.less(task, method, "2:4", DENSE, steps=steps) for steps in LENGTHS}
+    lines = []
+    for method, colour in zip(STUDIES[f"length-{LENGTHS[0]}"].methods[1:], ("purple", "orange", "green", "red"), strict=True):
+        found = {steps: shown.less(task, method, pattern, DENSE, steps=steps) for task, pattern, _, steps in shown.lengths()}
         known = [(steps, e.mean, e.half) for steps, e in found.items() if e.n >= FEWEST]
         lines += [Line(shown.name(method).strip("`"), colour, known)] if len(known) > 1 else []
     d.text(24, 26, "Loss less dense's, by length of training", bold=True, size=13)
     if not lines:
         return ""
     chart(d, (66, 48, 430, 230), lines, [(n, f"{n:,} steps") for n in LENGTHS], zero=True)
-    note = "Nats on held-out source code, byte GPT of width 64, each method and length at its own rate; 95 % intervals."
+    note = "Nats on held-out source code, byte GPT of width 64, each at its own rate (20,000 steps: of two); 95 % intervals."
     d.text(24, 320, note, "soft", 10)
     return str(d)
 

@@ -145,6 +145,20 @@ def test_a_rate_at_an_end_of_those_tried_is_named(shown):
     assert shown.ends("code-64", "2:4", ("ste",)) == ""
 
 
+def test_where_the_sign_changes_is_said(shown):
+    places = [(task, steps) for task, _, _, steps in shown.lengths()]
+    assert places == [("code", 1000), ("code", 3000), ("code", 10_000), ("code-64", 20_000), ("code", 30_000)]
+    assert shown.flips() == "" and "+0.040 ± 0.000" in shown.compared((DENSE, "asp"), shown.lengths(), DENSE)
+
+    def moved(row, steps, by):
+        return replace(row, val_loss=row.val_loss + by) if row.method == "asp" and row.steps <= steps else row
+
+    assert Tables(moved(r, 3000, -0.1) for r in shown.rows).flips() == "`asp` ends below dense after 3,000 steps and above it after 10,000"
+    assert Tables(moved(r, 30_000, -0.1) for r in shown.rows).flips() == "" == Tables([]).flips()
+    level = [moved(r, 10_000, -0.04 + 0.1 * (r.seed == 1)) for r in shown.rows]
+    assert Tables(level).flips() == "", "an interval around 0 is neither"
+
+
 def test_figures_are_drawn(shown, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "figures"))
     import evidence
