@@ -118,7 +118,7 @@ for _name, _width in LARGER.items():
 class CodeByLength(Code):
     """Width 64 again, in runs of several lengths, each with a rate of its own."""
 
-    settings = replace(Code.settings, steps=30_000, rates=(), patterns=("2:4",), seconds=345)
+    settings = replace(Code.settings, steps=30_000, lr=1.7e-3, rates=(), patterns=("2:4",), seconds=345)
 
 
 @cache
