@@ -173,7 +173,8 @@ def test_who_keeps_canonical_indices(gpu: dict[str, object], monkeypatch: pytest
 
 
 def test_linear_multiplies_the_operand_for_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The public function, and a frozen layer."""
+    """The public function, and a frozen layer, which on some CPUs would rather read a dense copy."""
+    monkeypatch.setenv("NMKERNELS_CHOICE", "packed")
     c, x = weight_of(), torch.randn(3, 192).to(BF16)
     layer, seen = CompressedLinear(c), []
     ordered = c.values, reference.to_layout(c.indices, 192, "wgmma.sp")

@@ -115,7 +115,7 @@ def shown() -> Tables:
             for case in studies.cases(studies.STUDIES[name], task):
                 width = int(task.partition("-")[2] or 64)
                 extra = 0 if case.method == DENSE else 0.01 * math.log10(case.steps)
-                for lr in (5.5e-4, 1e-3, 1.7e-3):
+                for lr in (5.5e-4, 1e-3, 1.7e-3, 3e-3):
                     for seed in (100, 0, 1, 2):
                         loss = 3 - math.log10(width) + extra + abs(math.log(lr / 1e-3)) + 0.001 * seed * (seed < 100)
                         rows.append(made(case, lr, seed, loss, int8=loss + 0.01, int4=loss + 0.1, training_flops=1e9 * width**2))
