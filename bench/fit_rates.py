@@ -135,7 +135,7 @@ def fit(some: Sequence[Sample], dense: bool = False) -> Line:
     if dense:
         x = x[:, : -len(knots) - 1]
     if len({(p.rows, p.cols) for p in problems}) == 1:  # then nobody knows which part of the time does not grow with the elements
-        n = len(knots)
+        n = len(knots)  # of the features those of the elements by tokens stay: n, and n that depend on density
         x[:, [0, *range(n + 1, n + 5), *range(2 * n + 5, x.shape[1])]] = 0.0
     x *= 1e-9 / np.array([[s.seconds] for s in some])
     wanted = np.array([(s.seconds - s.apart) / s.seconds for s in some])
