@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layouts import CONV2D, MATRICES, as_stored
+from ..layouts import CONV2D, MATRICES, as_matrix, as_stored
 from ..nn.chains import Chain, channel_parameters, find_chains, reorder_
 from ..nn.compress import check_values
 from ..nn.experts import layer_name
@@ -443,7 +443,7 @@ class Pruning:
                 return f"{name} is {layer.pattern} already" if present else f"{name} has another input, and is pruned separately"
             if present and layer.integers:  # they belong to the weight as it is
                 return f"the integers of {name} are chosen already"
-            if self.method.transposable and not present:  # any other mask stays N:M when rows move
+            if _both_ways(layer) if present else self.method.transposable:  # any other mask stays N:M when rows move
                 return f"the mask of {name} is transposable"
         return ""
 
@@ -515,6 +515,12 @@ def shared(problems: Sequence[PruningProblem], count: int, rank: int) -> set[str
         if least == rank:
             mine.add(p.name)
     return mine
+
+
+def _both_ways(layer: NMWeight) -> bool:
+    """Whether a pruned layer is N:M along its outputs too, as recipes with a sparse dgrad need it."""
+    columns = as_matrix(layer.weight.detach(), layer.layout).t()
+    return columns.shape[1] % layer.pattern.m == 0 and is_nm(columns, layer.pattern)
 
 
 def check_device(name: torch.device | str) -> torch.device:

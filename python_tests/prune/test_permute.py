@@ -150,3 +150,16 @@ def test_a_transposable_mask_keeps_its_rows() -> None:
     handle = nm.prune_(model, "2:4", DATA, method="admm(transposable=True)", permute=True)
     assert handle.report.channels["2"] == "left alone: the mask of 0 is transposable"
     assert all(nm.ops.is_nm(layer.weight.detach().t(), "2:4") for layer in handle.layers.values())
+
+
+@pytest.mark.parametrize("transposable", [True, False])
+def test_a_layer_that_was_pruned_earlier_keeps_its_rows_if_its_mask_is_transposable(transposable: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    nm.prune_(model, "2:4", DATA, lambda module, name: name == "0", method=f"admm(transposable={transposable})")
+    channels = nm.prune_(model, "2:4", DATA, lambda module, name: name == "2", permute=True).report.channels
+    if transposable:
+        assert channels["2"] == "left alone: the mask of 0 is transposable"
+        assert nm.ops.is_nm(model[0].weight.detach().t(), "2:4")
+    else:
+        assert channels["2"].startswith("reordered")
