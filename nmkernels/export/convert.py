@@ -21,6 +21,7 @@ from ..files import atomic_write, lock_file, sync, writing
 from ..gemm.problem import plain
 from ..layouts import MATRICES, as_matrix, as_stored
 from ..nn.compress import compressed_like
+from ..nn.experts import stacks_of
 from ..ops import Compressed
 from ..ops.check import FLOATS
 from ..pattern import CheckpointError, Pattern
@@ -167,6 +168,10 @@ class _Run:
                     raise CheckpointError(f"{self.source} has {quote(key)} twice, in {self.where[key]} and in {file}; download it again.")
                 self.where[key], self.forms[key] = file, tensor.to("meta")
         self._find()
+        stacks = {f"{name}.{key}" for name, module in self.model.named_modules() for key in stacks_of(module)} & self.forms.keys()
+        if stacks:
+            which = f"{min(stacks)}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}"
+            self.notes.append(f"stacked experts are copied as they are ({which}); nm.recipes.adopt takes over their zeros in the loaded model")
         self.dtype = _dtype(self.config, self.forms.values())
         self.exact = self.exact and self._rounds()
         if self.exact:

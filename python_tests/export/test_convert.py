@@ -224,6 +224,15 @@ def test_experts_that_stay_dense_are_named(tmp_path: Path) -> None:
     same_model(tmp_path / "whole", dense)
 
 
+def test_stacked_experts_are_named(tmp_path: Path) -> None:
+    facts = converted(pruned(tmp_path / "dense", "gpt-oss"), tmp_path / "out")
+    note = "stacked experts are copied as they are (model.layers.0.mlp.experts.down_proj and 3 more); "
+    assert [n for n in facts["notes"] if n.startswith(note)] and len(facts["layers"]) == 8
+    assert note.capitalize() in (tmp_path / "out" / "README.md").read_text()
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "out"))
+    assert all(torch.equal(after[name], w) for name, w in before.items() if ".experts." in name)
+
+
 SIZES = {"vocab_size": 32, "hidden_size": 36, "intermediate_size": 60, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

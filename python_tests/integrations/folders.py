@@ -26,6 +26,7 @@ def config_of(name: str, layers: int = 3) -> tuple[str, dict[str, Any]]:
         "llama": ("LlamaForCausalLM", llama),
         "llama-tied": ("LlamaForCausalLM", {**llama, "tie_word_embeddings": True}),
         "qwen3-moe": ("Qwen3MoeForCausalLM", {**llama, **MOE}),
+        "gpt-oss": ("GptOssForCausalLM", {**llama, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
         "gpt2": ("GPT2LMHeadModel", {**TOKENS, "n_embd": 64, "n_layer": layers, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64}),
         "bert": ("BertForMaskedLM", {**bert, "num_hidden_layers": layers}),
         "albert": ("AlbertForMaskedLM", {**bert, "num_hidden_layers": layers, "embedding_size": 32}),
