@@ -170,8 +170,9 @@ class _Run:
         self._find()
         stacks = {f"{name}.{key}" for name, module in self.model.named_modules() for key in stacks_of(module)} & self.forms.keys()
         if stacks:
-            which = f"{min(stacks)}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}"
-            self.notes.append(f"stacked experts are copied as they are ({which}); nm.recipes.adopt takes over their zeros in the loaded model")
+            which = min(stacks) + (f" and {len(stacks) - 1} more" if len(stacks) > 1 else "")
+            later = "nm.recipes.adopt takes over their zeros in the loaded model"
+            self.notes.append(f"stacked experts are copied as they are ({which}); {later}")
         self.dtype = _dtype(self.config, self.forms.values())
         self.exact = self.exact and self._rounds()
         if self.exact:

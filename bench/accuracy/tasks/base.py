@@ -34,7 +34,7 @@ class Settings:
         patterns: the ones of the page.
         margin: in nats, chosen before the runs: two methods are level if the difference of their losses is surely smaller.
         without: methods that do not fit the task.
-        seconds: CPU-seconds of one core for one run of ``steps``; for tasks that need a GPU, seconds on one H100.
+        seconds: CPU-seconds of one core for one run of ``steps``; 0 for tasks that need a GPU.
     """
 
     steps: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,3 +104,11 @@ def test_image_tasks_learn(name):
     before = [b.clone() for b in model.buffers()]
     tasks.get(name).evaluate(model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+
+
+def test_evaluation_moves_its_data_to_the_model():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    assert [t.device.type for t in tasks.base.to_model(model, torch.ones(1), torch.ones(2))] == ["meta", "meta"]
+    for name in ("digits", "gpt", "sentiment", "translation", "pretrained"):
+        assert importlib.import_module(f"bench.accuracy.tasks.{name}").to_model is tasks.base.to_model
