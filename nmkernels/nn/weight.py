@@ -202,7 +202,13 @@ class NMWeight(nn.Module, WeightState):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
         self.effective.release()
+        before = dict(self._buffers)
         moved = super()._apply(*args, **kwargs)
+        for name, new in self._buffers.items():
+            old = before[name]
+            rounded = old is not None and new is not None and old.dtype != new.dtype and new.dtype in (torch.float16, torch.bfloat16)
+            if rounded and old.shape != self.shape:  # a number of the recipe, such as S-STE's scale: the weight alone is rounded
+                self._buffers[name] = old.to(new.device, torch.float32)
         self.adopt_parameter()
         return moved
 

@@ -315,7 +315,7 @@ class Recipe:
     _resume: ClassVar[str] = "any"
     """``resume`` of the settings that do not give it."""
     _optional_state: ClassVar[tuple[str, ...]] = ()
-    """Keys of ``first_state`` without which a run can resume, because checkpoints of earlier versions lack them."""
+    """Keys of ``first_state`` without which a run can resume: checkpoints of earlier versions, or of other settings, lack them."""
     _renamed: ClassVar[Mapping[str, str]] = {}
     """Values of settings in checkpoints of earlier versions, and what they are called now."""
 

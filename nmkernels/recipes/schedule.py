@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..arguments import as_number
 from ..gemm.plan import STRAIGHT_THROUGH, GemmPlan
@@ -20,8 +21,15 @@ APPLIED = STATS.index("applied")
 EARLY = 0.05
 """The share of a schedule that may be missing at its end before a run counts as cut short."""
 
+
 PACKED = ("auto", True, False)
 """Where it is faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
+
+
+def left_of(t: Tensor, end: int) -> int:
+    """The steps from ``t`` to the ``end`` of a schedule; 0 where they are so few that the run does not count as cut short."""
+    left = end - int(t)
+    return left if left > EARLY * end else 0
 
 
 def packed_only(packed: bool | str) -> str:

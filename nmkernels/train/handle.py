@@ -247,6 +247,7 @@ class Handle:
 
     def renew_masks(self) -> None:
         """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
+        SLoPe's adapters add nothing from then on, until they are trained again: they belonged to the earlier weights.
 
         For weights that were loaded in the middle of a run, where masks otherwise stay (so that weights can be rewound under the same
         mask). The schedule continues. Before ``attach`` there is nothing to renew: it takes everything from the weights that it then finds.

@@ -120,6 +120,8 @@ class Run:
         self.patterns.load(state)
         self.held.load(state)
         state.pop("held", None)
+        if "seed" not in state and self.recipe.stage(state).plan.wgrad == "mvue":  # the checkpoint is of a run without estimates
+            state["seed"] = self.recipe.setup.first_seed
         self.state, self.max_applied_steps = state, int(state.get("t", 0))
         if self.patterns.own != patterns:
             self.start("resume", choose=False)

@@ -29,6 +29,14 @@ def test_linear_flow_and_a_coefficient_of_ones_own():
     assert curve(slow) == pytest.approx([math.exp(-1e-4 * u) for u in range(6)] + [0, 0, 0]), "fine-tuning is binary all the same"
 
 
+def test_flow_is_not_rounded_with_the_model():
+    model, handle, optimizer = start(SHORT, F32)
+    model.bfloat16()
+    for batch in batches(6, F32):
+        step(model, optimizer, tuple(t.bfloat16() for t in batch))
+    assert 0 < handle.metrics()["flow"].item() == pytest.approx(model[0].nm_flow.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("total", [16, 100, 997])
 def test_levels_are_equal_steps_down(total):
     got = curve(MdGf("1:8", total, schedule="linear", end=1.0, levels=16))

@@ -15,7 +15,7 @@ from nmkernels.recipes.contract import stream_key
 from python_tests.for_each import for_each
 from python_tests.recipes.loop import SPARSE, batches, loss_of, mlp, snapshot
 from python_tests.recipes.loop_effective import soft
-from python_tests.recipes.training import F64, run, start, through_a_file, train
+from python_tests.recipes.training import F32, F64, run, start, through_a_file, train
 
 # ---- the method
 
@@ -55,6 +55,18 @@ def test_dense_checkpoint_renews_the_scale(assign):
         assert float(model[i].nm_scale) == float(nm.ops.soft_threshold_scale(other[i].weight.detach(), "2:4"))
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({k: v for k, v in other.state_dict().items() if k != "0.bias"})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_is_not_rounded_with_the_model(dtype):
+    model, _, _ = start(SSTE(), F32)
+    scales = [model[i].nm_scale.clone() for i in (0, 2)]
+    model.to(dtype)
+    assert all(torch.equal(model[i].nm_scale, scale) and scale.dtype == F32 for i, scale in zip((0, 2), scales, strict=True))
+    model.double().to(dtype)
+    assert all(torch.equal(model[i].nm_scale, scale) for i, scale in zip((0, 2), scales, strict=True)) and model[0].weight.dtype == dtype
+    again = model.to("meta").to_empty(device="cpu")
+    assert again[0].nm_scale.dtype == F32 and not again[0].nm_scale.is_meta
 
 
 def test_weight_without_a_scale():
@@ -111,6 +123,17 @@ def test_seed_none_follows_torch_and_draws_nothing_from_it():
     torch.manual_seed(9)
     handle = start(SSTE(), model=model)[1]
     assert handle.state["seed"] == 9 and torch.equal(torch.rand(3), want)
+
+
+def test_a_resumed_run_may_begin_to_estimate():
+    model, _, optimizer = start(SSTE(mvue=None))
+    train(model, optimizer, batches(2))
+    again, handle, theirs = start(SSTE(seed=5), seed=3)
+    again.load_state_dict(model.state_dict())
+    theirs.load_state_dict(*through_a_file(optimizer.state_dict()))
+    assert handle.layers["0"].seed.tolist() == [stream_key(5, "0", 0), 0]
+    train(again, theirs, batches(1, seed=4))
+    assert handle.layers["0"].seed.tolist() == [stream_key(5, "0", 0), 1]
 
 
 def test_checkpoint_of_another_rank_continues_this_ranks_streams(monkeypatch):

@@ -14,7 +14,7 @@ from ...optim.rules import UpdateRule
 from ...pattern import Pattern, RecipeError
 from ..contract import About, Setup, Stage, State, choice, count, flag, number
 from ..registry import recipe
-from ..schedule import EARLY, ScheduledRecipe, phases
+from ..schedule import ScheduledRecipe, left_of, phases
 
 CURVE = 1.5  # c of the exponential schedule: 0.05 per epoch over the 30 epochs of the authors' runs
 
@@ -131,8 +131,10 @@ class MaxQ(ScheduledRecipe):
         """Before an optimizer is attached all is dense, and nothing enlarged."""
         if not state:
             return Stage(phase=0)
-        stage, share = super().stage(state), float(self.share(state["t"]))
-        return replace(stage, not_ready=f"still has {share:.0%} of its groups dense") if stage.phase and share > EARLY else stage
+        stage = super().stage(state)
+        if not stage.phase or not left_of(state["t"], self.stages[-1][0]):
+            return stage
+        return replace(stage, not_ready=f"still has {float(self.share(state['t'])):.1%} of its groups dense")
 
     def share(self, t: Tensor) -> Tensor:
         """D after ``t`` applied steps of the run (float64), computed where t lies."""

@@ -18,7 +18,7 @@ from ...reference import uniforms24
 from ...shards import is_sharded
 from ..contract import About, Hooks, Setup, Stage, State, choice, flag, number, random_seed
 from ..registry import recipe
-from ..schedule import EARLY, ScheduledRecipe
+from ..schedule import ScheduledRecipe, left_of
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class MaskLLM(ScheduledRecipe):
 
     def stage(self, state: State) -> Stage:
         stage, total = super().stage(state), self.total_steps or 1
-        if not state or (left := total - int(state["t"])) <= EARLY * total:
+        if not state or not (left := left_of(state["t"], total)):
             return stage
         return replace(stage, not_ready=f"has {left} of {total} steps to go, its masks are still mixtures")
 

@@ -15,7 +15,7 @@ from ...optim.rules import UpdateRule
 from ...pattern import Pattern
 from ..contract import About, Span, Stage, State, choice, count, number, setting, truncate
 from ..registry import recipe
-from ..schedule import EARLY, ScheduledRecipe, phases
+from ..schedule import ScheduledRecipe, left_of, phases
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,17 @@ class MdGf(ScheduledRecipe):
 
         exponential  D(t) = exp(−c t),         c = ln(1/residual) / T
         linear       D(t) = max(0, 1 − c t),   c = 1 / T
-        t > T        D = 0
+        t ≥ T        D = 0
 
     By default the gradient is multiplied by what the forward pass multiplies the weight by, and the last quarter of the run trains under
-    the binary mask, as in Kao et al. (2022, arXiv 2209.07617). Bambhaniya et al.'s public code is ``gradient="ste", end=1.0``.
+    the binary mask, as in Kao et al. (2022, arXiv 2209.07617). Bambhaniya et al.'s public code is ``gradient="ste", end=1.0`` with c
+    per step, ``coefficient=1e-4`` in its example.
 
     Args:
         schedule: ``"exponential"`` (best over all in the paper) or ``"linear"``.
         start, end: the steps, or shares of ``total_steps``, after which the mask fades in and is binary.
         gradient: ``"chain"`` ∂L/∂W = g ⊙ (M + D (1 − M)); ``"ste"`` g, the gradient of W̃ itself.
-        residual: D at the end of the exponential decay, from which c follows; ``coefficient``: c itself, per step, instead.
+        residual: D just before the end of the exponential decay, from which c follows; ``coefficient``: c itself, per step, instead.
         levels: hold D constant over each of so many equal parts of the decay.
 
     Example:
@@ -90,8 +91,10 @@ class MdGf(ScheduledRecipe):
         return (0, Stage(phase=0)), (start, Stage(1, fading, rule)), (end, Stage(1, last, rule))
 
     def stage(self, state: State) -> Stage:
-        stage, flow = super().stage(state), float(self.flow(state["t"])) if state else 0.0
-        return replace(stage, not_ready=f"still lets {flow:.0%} of each pruned weight through") if stage.phase and flow > EARLY else stage
+        stage = super().stage(state)
+        if not state or not stage.phase or not left_of(state["t"], self.stages[-1][0]):
+            return stage
+        return replace(stage, not_ready=f"still lets {float(self.flow(state['t'])):.1%} of each pruned weight through")
 
     def rate(self) -> float:
         """c, per step."""

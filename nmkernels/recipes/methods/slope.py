@@ -85,9 +85,10 @@ class SLoPe(ScheduledRecipe):
 
         y = x (W^R)ᵀ        ∂L/∂x = g (W^R ⊙ C)        ∂L/∂W = R ⊙ gᵀ x
 
-    so weights, gradients (also before clipping) and Adam's moments are zero outside R. In the last steps, after ``start``, each layer also
-    has an adapter of rank r that trains with the weight, y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first. Where M does not
-    divide the outputs, the last group of a column is short and keeps N.
+    so weights and gradients (also before clipping) are zero outside R, and so are Adam's moments if it has not stepped before ``attach``.
+    In the last steps, after ``start``, each layer also has an adapter of rank r that trains with the weight,
+    y = x (W^R)ᵀ + x L R' / r, with L ~ N(0, 1) and R' = 0 at first. Where M does not divide the outputs, the last group of a column is
+    short and keeps N.
 
     L ``(in, r)`` and R' ``(r, out)`` are the Parameters ``nm_left`` and ``nm_right`` of each layer from ``sparsify_`` on, so build the
     optimizer after it. Before their phase they do not change: they have no gradient, or where processes train together one of zeros, which
@@ -118,7 +119,7 @@ class SLoPe(ScheduledRecipe):
 
     about = About(
         paper="Mozaffari et al., ICLR 2025, arXiv 2405.16325",
-        extra_state="two masks per layer; A and B of the adapters",
+        extra_state="three masks per layer, R twice and C; A and B of the adapters",
         cost="fprop and dgrad at N/M, a mask every 100 steps; adapters in the last 1 %",
     )
     final = "nm+adapter"

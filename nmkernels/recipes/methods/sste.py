@@ -49,7 +49,8 @@ class SoftThreshold(WeightTransform):
         self, weight: Tensor, *extras: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, dense: bool = False,
         layout: str = "canonical", out: Packed | None = None,
     ) -> Packed:  # fmt: skip
-        """β S(W), rounded once, in one read of the weight. Its transpose is not N:M: ``columns`` raises ``PatternError``."""
+        """β S(W) in one read of the weight, S in its dtype as in dense layout. The transpose is not N:M: ``columns`` raises
+        ``PatternError``."""
         if laid_out(self.pattern, layout) != self.pattern or extras[0].numel() > 1:  # a scale for each row, of stacked experts
             return super().packed(weight, *extras, dtype=dtype, rows=rows, columns=columns, dense=dense, layout=layout)
         scale = extras[0].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -123,6 +124,7 @@ class SSTE(Recipe):
         extra_state="one fixed scale per layer, and a random stream for the estimates",
         cost="fprop at N/M, wgrad at the N/M of mvue_pattern; a threshold at every step, an estimate of g in every backward",
     )
+    _optional_state = ("seed",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
