@@ -206,8 +206,9 @@ class NMWeight(nn.Module, WeightState):
         moved = super()._apply(*args, **kwargs)
         for name, new in self._buffers.items():
             old = before[name]
-            rounded = old is not None and new is not None and old.dtype != new.dtype and new.dtype in (torch.float16, torch.bfloat16)
-            if rounded and old.shape != self.shape:  # a number of the recipe, such as S-STE's scale: the weight alone is rounded
+            if old is None or new is None or old.dtype == new.dtype or new.dtype not in (torch.float16, torch.bfloat16):
+                continue
+            if old.shape != self.shape:  # a number of the recipe, such as S-STE's scale: the weight alone is rounded
                 self._buffers[name] = old.to(new.device, torch.float32)
         self.adopt_parameter()
         return moved
