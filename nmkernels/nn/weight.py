@@ -141,6 +141,9 @@ class NMWeight(nn.Module, WeightState):
         """Take up the Parameter that the layer now has: loading by assignment gives it another one, and moving gives it other memory."""
         self.put_in_order()
         self.take_buffers()
+        for name, parameter in self.learned().items():
+            if name not in ADAPTER:
+                parameter.nm_learned = True  # type: ignore[attr-defined]
         weight: Any = self._parameters.get("weight")
         if self.gather is not None and is_sharded(weight):  # FSDP2 may have it unsharded
             self.gather.parameter = weight
@@ -202,13 +205,20 @@ class NMWeight(nn.Module, WeightState):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # two moves may bring the weight back to its old address with other contents and the same version
         self.effective.release()
-        before = dict(self._buffers)
+        learned = {name: p for name, p in self.learned().items() if name not in ADAPTER}
+        tensors = {**self._buffers, **learned}
+        before = {name: (t.detach(), None if t.grad is None else t.grad.detach()) for name, t in tensors.items() if t is not None}
         moved = super()._apply(*args, **kwargs)
-        for name, new in self._buffers.items():
-            old = before[name]
-            if old is None or new is None or old.dtype == new.dtype or new.dtype not in (torch.float16, torch.bfloat16):
+        for name, (old, grad) in before.items():
+            new = getattr(self, name)
+            if old.dtype == new.dtype or new.dtype not in (torch.float16, torch.bfloat16):
                 continue
-            if old.shape != self.shape:  # a number of the recipe, such as S-STE's scale: the weight alone is rounded
+            # numbers of the recipe, such as S-STE's scale, and what is learned: the weight, and what has its shape, are rounded alone
+            if name in learned:
+                new.grad = None
+                new.data = old.to(new.device, torch.float32)
+                new.grad = None if grad is None else grad.to(new.device, torch.float32)
+            elif old.shape != self.shape:
                 self._buffers[name] = old.to(new.device, torch.float32)
         self.adopt_parameter()
         return moved
@@ -239,8 +249,15 @@ class NMWeight(nn.Module, WeightState):
                 if transform.reads.get(name) != "learned":
                     self.register_buffer(name, value)
                 elif name in self._parameters:
+                    present = getattr(self, name)
+                    if present.shape != value.shape:
+                        raise NMError(
+                            f"its {name} have shape {tuple(present.shape)}, and {self.pattern}, which the present weights choose, "
+                            f"needs {tuple(value.shape)}. Load the weights before sparsify_, or give the patterns: "
+                            "LayerWise(rule=None, given=...)."
+                        )
                     with torch.no_grad():
-                        getattr(self, name).copy_(value)
+                        present.copy_(value)
                 else:
                     parameter = nn.Parameter(value)
                     parameter.nm_learned = True  # type: ignore[attr-defined]  # for is_learned: torch.compile takes no class of its own

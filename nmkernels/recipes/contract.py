@@ -194,10 +194,10 @@ def setting(default: Any, fits: Callable[[Any], bool], wanted: str, none: str = 
     return field(default=default, metadata=metadata)
 
 
-def number(default: float | None, above: bool = False, none: str = "") -> Any:
+def number(default: float | None, above: bool = False, none: str = "", resume: str = "") -> Any:
     """A finite number of at least 0 or ``above`` it, as infinity times a kept weight's zero would be NaN; ``none`` as for ``count``."""
     wanted = f"must be a finite number {'above' if above else 'of at least'} 0"
-    return setting(default, lambda x: (value := as_number(x)) is not None and (value > 0 if above else value >= 0), wanted, none)
+    return setting(default, lambda x: (value := as_number(x)) is not None and (value > 0 if above else value >= 0), wanted, none, resume)
 
 
 def count(default: int | None, least: int = 0, none: str = "", resume: str = "") -> Any:

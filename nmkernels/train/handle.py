@@ -32,7 +32,8 @@ from .run import Run
 def densify_(model: nn.Module) -> nn.Module:
     """Turn every sparse layer of ``model`` back into the dense layer that it was, in place, with the weight as it is; returns the model.
 
-    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight. Handles of the model end.
+    A ``CompressedLinear`` becomes the dense layer that computes the same, with an adapter folded into its weight. Handles of the model end;
+    what a recipe has frozen (MaskLLM) or set elsewhere in the model (Activation24) stays so, unless ``handle.remove()`` ends it instead.
 
     Raises:
         RecipeError: an optimizer is attached; ``handle.remove()`` takes the recipe out of it and then does the same. Or a compressed layer
@@ -247,7 +248,8 @@ class Handle:
 
     def renew_masks(self) -> None:
         """Take from the present weights what the recipe took from earlier ones: masks, S-STE's scale, learned logits, channel order.
-        SLoPe's adapters add nothing from then on, until they are trained again: they belonged to the earlier weights.
+        SLoPe's adapters add nothing from then on, until they are trained again: they belonged to the earlier weights. LBC begins again with
+        equal scores and all combinations, so there must be stages left to remove them.
 
         For weights that were loaded in the middle of a run, where masks otherwise stay (so that weights can be rewound under the same
         mask). The schedule continues. Before ``attach`` there is nothing to renew: it takes everything from the weights that it then finds.
@@ -278,9 +280,11 @@ class Handle:
         """Metrics of the last optimizer step, 0-d tensors by name; ``.item()`` waits for the device, this call does not.
 
         * ``density``: non-zeros of the effective weights / maskable weights, from N/M to 1.
-        * ``flip_rate``: mask bits changed by the step / maskable weights; a swap within a group counts 2. NaN before ``attach``.
+        * ``flip_rate``: mask bits changed by the update of the weights / maskable weights; a swap within a group counts 2. What a schedule
+          changes, such as SdGf's frames, does not count. NaN before ``attach``.
         * ``phase``: 0 dense, 1 mask learning, 2 fixed mask.
-        * ``decay_ratio``: λ Σ|w| / Σ|g| over the pruned weights: far below 1 the decay hardly matters. NaN before ``attach``.
+        * ``decay_ratio``: λ Σ|w| / Σ|g| over the pruned weights, λ that of the next step: far below 1 the decay hardly matters. NaN before
+          ``attach``.
         * ``max_update``: the largest |m̂/D| before any clamp; only with ``MaskedAdamW``.
         * the recipe's own: ``switch_step`` of STEP, ``flow`` of MdGf, ``kept_gain`` of ASP with ``permute`` and others.
 

@@ -181,6 +181,20 @@ def test_inner_recipes_end_with_the_layers_patterns(inner):
         assert layer.weight.count_nonzero() == layer.weight.numel() * layer.pattern.density
 
 
+def test_learned_tensors_of_another_pattern_say_so():
+    recipe, model = LayerWise("2:8", 10, rule="magnitude", choices="all", inner="lbc"), mlp()
+    handle = nm.sparsify_(model, recipe)
+    model[2].weight.data.mul_(50)
+    with pytest.raises(nm.RecipeError, match=r"its nm_scores have shape .*needs .*Load the weights before sparsify_"):
+        handle.attach(recipe.optimizer(model.parameters(), lr=1e-2))
+
+
+def test_an_inner_recipe_with_dense_weights_is_refused():
+    for text in ("act24(start=0)", "act24(start=2)", "dense"):
+        with pytest.raises(nm.RecipeError, match="trains nothing sparse"):
+            LayerWise("2:8", 10, inner=text)
+
+
 def test_no_inner_recipe():
     with pytest.raises(nm.RecipeError, match="LayerWise: inner=None must be a recipe"):
         nm.recipes.get("layerwise:2:4(inner=None)")

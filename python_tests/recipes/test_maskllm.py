@@ -219,6 +219,21 @@ def test_parameters_stand_still_until_the_end(others, still, end):
     assert [name for name, p in dense.items() if not p.requires_grad] == ["4.bias"]
 
 
+@pytest.mark.parametrize("how", ["assign", "to_empty"])
+def test_parameters_that_loading_replaces_train_after_the_end(how):
+    saved, model = mlp(F32, seed=2).state_dict(), mlp(F32)
+    handle = nm.sparsify_(model, RECIPE)
+    if how == "to_empty":
+        model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(copy.deepcopy(saved), assign=how == "assign")
+    optimizer = handle.attach(RECIPE.optimizer(model.parameters(), lr=1e-2))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.nm_logits", "2.nm_logits"]
+    train(model, optimizer, DATA)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in saved.items())
+    handle.finish()
+    assert all(p.requires_grad for p in model.parameters())
+
+
 def test_a_dense_checkpoint_renews_the_very_parameter():
     model, _, _ = started(sgd)
     gain = model[0].nm_gain

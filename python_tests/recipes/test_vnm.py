@@ -32,6 +32,12 @@ def test_equal_plain_search(m):
         assert torch.equal(got, columns_of(w, n, m, 4, objective)), (n, objective)
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_of_16_bit_magnitudes_are_not_rounded(n):
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert torch.equal(best_columns(w, n, 8, 4), best_columns(w.double(), n, 8, 4))
+
+
 def test_ties_go_to_the_lower_columns():
     for m, value in itertools.product((8, 12), (0.0, 1.0)):
         assert best_columns(torch.full((4, m), value), 2, m, 2)[0].tolist() == [True] * 4 + [False] * (m - 4)

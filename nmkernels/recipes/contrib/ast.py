@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,7 +16,7 @@ from ...optim.annealed import AnnealedAdamW, AnnealedRule
 from ...pattern import Pattern, RecipeError, ShapeError
 from ..contract import About, Setup, Stage, State, choice, count, number
 from ..registry import recipe
-from ..schedule import ScheduledRecipe, resolve_step
+from ..schedule import ScheduledRecipe, left_of, resolve_step
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class AST(ScheduledRecipe):
         decay: λ at the end.
         end: T₀, in steps or as a share of ``total_steps``; 0 for λ from the start.
         every: steps between two renewals of the mask.
-        second_moment: ``"total"`` takes v of u², as in the authors' code; ``"gradient"`` of (g + λ_t (1 − M) ⊙ W)².
+        second_moment: ``"total"`` takes v of u², in which the authors' code has m in place of m̂; ``"gradient"`` of (g + λ_t (1 − M) ⊙ W)².
 
     Example:
         >>> recipe = AST("2:4", total_steps=100)
@@ -129,7 +129,10 @@ class AST(ScheduledRecipe):
 
     def stage(self, state: State) -> Stage:
         """Before an optimizer is attached the mask still follows the weight."""
-        return super().stage(state) if state else Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
+        if not state:
+            return Stage(phase=1, transform=HardMask(Pattern(self.pattern)))
+        stage, steps = super().stage(state), resolve_step("AST", "end", self.end, self.total_steps)
+        return replace(stage, not_ready="is still raising its decay") if left_of(state["t"], steps) else stage
 
     def values(self, state: State) -> dict[str, Tensor]:
         return {"decay": self.rate(state["t"])} if state else {}

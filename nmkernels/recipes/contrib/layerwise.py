@@ -142,7 +142,7 @@ class LayerWise(Composite):
                 f"LayerWise: {kind} cannot be inside: LayerWise would share the budget out a second time, STEP choose no patterns at its "
                 'switch. Give the recipe that trains the layers, or write STEP(pattern, inner="layerwise(...)").'
             )
-        if inner.final == "dense" and first_stage(inner).phase == 0:
+        if inner.final == "dense" and first_stage(inner).transform is None:
             raise RecipeError(f"LayerWise: {kind} trains nothing sparse, so there is no budget to share out.")
         for pattern in {*self._options(), *map(Pattern, fixed.values())}:
             try:

@@ -20,10 +20,14 @@ from ..schedule import ScheduledRecipe, passed, resolve_step
 
 @dataclass(frozen=True)
 class CandidateMask(CombinationMask):
-    """W̃ = W ⊙ B with ``LBC``'s B, and its options; ``nm_scores`` ``(groups, C)`` are α, ``nm_alive``, bool, which of them remain."""
+    """W̃ = W ⊙ B with ``LBC``'s B, and its options; ``nm_scores`` ``(groups, C)`` are α, ``nm_alive``, bool, which of them remain.
+
+    ``nm_combinations`` of ``most``, the C of the recipe's pattern, remain; a layer of another pattern keeps as large a part of its own.
+    """
 
     forward: str = "union"
     chain: bool = True
+    most: int = 0
 
     reads = reading(nm_scores="learned", nm_alive="held", nm_combinations="fed")
 
@@ -36,11 +40,12 @@ class CandidateMask(CombinationMask):
         return {"nm_scores": torch.full(shape, first, dtype=dtype, device=weight.device)}
 
     def renew(self, weight: Tensor, extras: Sequence[Tensor | None], generator: torch.Generator) -> dict[str, Tensor]:
-        """Of what remained, the ``nm_combinations`` largest scores of each group; of equal ones the first stay."""
+        """Of what remained, the largest scores of each group, as many as remain; of equal ones the first stay."""
         scores, alive, remaining = extras
         assert scores is not None
         if alive is None or remaining is None:
             return {"nm_alive": torch.ones_like(scores, dtype=torch.bool)}
+        remaining = 1 + ((scores.shape[1] - 1) * (remaining - 1) / max(1, self.most - 1)).ceil()
         order = scores.detach().masked_fill(~alive, -math.inf).argsort(dim=1, descending=True, stable=True)
         return {"nm_alive": alive & (order.argsort(dim=1) < remaining)}
 
@@ -148,7 +153,7 @@ class LBC(ScheduledRecipe):
         shares = [((left - 1) / (count - 1)) ** (1.0 / self.exponent) for left in range(count - 1, 0, -1)]
         # a removal that falls on a whole step exactly must not slip to the next by rounding
         begins = (0, *(start + math.ceil((end - start) * (1.0 - share) - 1e-9) for share in shares))
-        stage = Stage(phase=1, transform=CandidateMask(p, forward=self.forward, chain=self.gradient == "chain"), rule=rule)
+        stage = Stage(phase=1, transform=CandidateMask(p, forward=self.forward, chain=self.gradient == "chain", most=count), rule=rule)
         if count == 1:
             return ((0, stage),)
         removing = [replace(stage, not_ready=f"still has {left} combinations in each group") for left in range(count, 1, -1)]
@@ -159,4 +164,5 @@ class LBC(ScheduledRecipe):
         return {"combinations": torch.tensor(float(len(self.stages) - state.get("stage", 0)), dtype=torch.float32)}
 
     def final_transform(self) -> WeightTransform:
-        return BestCandidate(Pattern(self.pattern), chain=self.gradient == "chain")
+        p = Pattern(self.pattern)
+        return BestCandidate(p, chain=self.gradient == "chain", most=combination_count(p))

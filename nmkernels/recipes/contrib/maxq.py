@@ -78,15 +78,15 @@ class MaxQ(ScheduledRecipe):
 
         linear 1 − u     cubic (1 − u)³     cos cos(π u/2)     exp 1 − (1 − e^(−c u)) / (1 − e^(−c)), c = 1.5
 
-    The equations are those of the authors' code. Kept weights are up to twice as large as W: without normalisation layers the model's
-    scale changes.
+    The equations are those of the authors' code for 1×1 convolutions. Kept weights are up to twice as large as W: without normalisation
+    layers the model's scale changes.
 
     Args:
         schedule: of D.
         start, end: the steps, or shares of ``total_steps``, until which all groups are dense (and enlarged), and from which on N:M.
         levels: hold D over each of so many equal parts; None changes it at every step.
         tau, decay: τ, on the scale of the weights, and λ.
-        kernel: a second query, over the whole weight, which the authors leave out for 1×1 convolutions.
+        kernel: a second query, over the whole weight; the authors have one for each position in the kernel of larger convolutions.
         gradient: ``"ste"`` g, as in the authors' scripts; ``"chain"`` g ⊙ M ⊙ (1 + Q).
 
     Raises:

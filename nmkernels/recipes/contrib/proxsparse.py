@@ -189,9 +189,9 @@ class ProxSparse(Recipe):
 
     decay: float = number(0.25)
     scale_by_lr: bool = flag(False)
-    anchor: float = number(0.0)
+    anchor: float = number(0.0, resume="same")  # with it and final_values the layers keep W₀, or do not
     epsilon: float = number(0.1)
-    final_values: str = choice("initial", "trained")
+    final_values: str = choice("initial", "trained", resume="same")
 
     about = About(
         paper="Liu et al., ICML 2025, arXiv 2502.00258",

@@ -61,7 +61,8 @@ def best_columns(weight: Tensor, n: int, m: int, v: int, objective: str = "retai
 def _exact(size: Tensor, n: int) -> Tensor:
     """The best of all sets of columns; ``size`` is (blocks, V, groups, M)."""
     m = size.shape[-1]
-    column = [size[..., i].contiguous() for i in range(m)]
+    # sums of 16-bit magnitudes would be rounded
+    column = [size[..., i].to(torch.promote_types(size.dtype, torch.float32)).contiguous() for i in range(m)]
     pairs = list(itertools.combinations(range(m), 2))
     high, low = ({(i, j): pick(column[i], column[j]) for i, j in pairs} for pick in (torch.maximum, torch.minimum))
     best = torch.full((size.shape[0], size.shape[2]), -1.0, dtype=torch.float64, device=size.device)

@@ -97,22 +97,27 @@ class GumbelMask(LikeliestMask):
 class Freeze(Hooks):
     """Until the recipe ends no weight of its layers trains, and with ``others="frozen"`` no parameter but the learned ones."""
 
-    frozen: Sequence[nn.Parameter] = ()
+    frozen: Sequence[str] = ()
+    """By name: loading and moving a model may give it other Parameters."""
 
     def enter(self, stage: Stage) -> None:
-        if self.frozen:
-            return
-        layers = self.run.layers.values()
-        weights = {id(layer.parameter) for layer in layers}
-        learned = {id(p) for layer in layers for p in layer.learned().values()}
-        chosen = (p for p in self.run.model.parameters() if id(p) in weights or (self.recipe.others == "frozen" and id(p) not in learned))
-        self.frozen = [p for p in chosen if p.requires_grad]
-        for p in self.frozen:
+        if not self.frozen:
+            layers = self.run.layers.values()
+            weights = {id(layer.parameter) for layer in layers}
+            learned = {id(p) for layer in layers for p in layer.learned().values()}
+            others = self.recipe.others == "frozen"
+            chosen = ((name, p) for name, p in self.run.model.named_parameters() if id(p) in weights or (others and id(p) not in learned))
+            self.frozen = [name for name, p in chosen if p.requires_grad]
+        for p in self._frozen():
             p.requires_grad_(False)
             p.grad = None  # zeros left by zero_grad(set_to_none=False) would still be decayed
 
+    def _frozen(self) -> list[nn.Parameter]:
+        present = dict(self.run.model.named_parameters())
+        return [present[name] for name in self.frozen if name in present]
+
     def close(self) -> None:
-        for p in self.frozen:
+        for p in self._frozen():
             p.requires_grad_(True)
 
 
