@@ -21,7 +21,6 @@ APPLIED = STATS.index("applied")
 EARLY = 0.05
 """The share of a schedule that may be missing at its end before a run counts as cut short."""
 
-
 PACKED = ("auto", True, False)
 """Where it is faster; in fprop, and in dgrad where the packed weight serves it; nowhere."""
 

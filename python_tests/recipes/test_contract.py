@@ -81,8 +81,12 @@ def test_a_recipe_without_stages_is_an_error():
 
 SCHEDULED = {name for name in names() if isinstance(default(name), nm.recipes.schedule.ScheduledRecipe)}
 MAY_CHANGE = {"asp": {"total_steps", "score", "start", "permute", "escapes", "seed"}, "fst": {"packed"}, "sdgf": {"packed"}}
-MUST_MATCH = {"vnm": {"pattern", "v"}, "step": {"pattern", "switch"}, "layerwise": {"pattern", "inner"}}
-MUST_MATCH["proxsparse"] = {"pattern", "anchor", "final_values"}
+MUST_MATCH = {
+    "vnm": {"pattern", "v"},
+    "step": {"pattern", "switch"},
+    "layerwise": {"pattern", "inner"},
+    "proxsparse": {"pattern", "anchor", "final_values"},
+}
 
 
 @ALL
