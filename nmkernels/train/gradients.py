@@ -115,4 +115,10 @@ def magnitude(x: Tensor) -> Tensor:
 
 def add(g: Tensor, negated: bool, scale: Tensor | None, extra: Tensor, factor: float = 1.0) -> None:
     """Add ``factor · extra`` to a gradient that the optimizer may still negate and unscale."""
-    g.add_(extra if scale is None else extra * scale, alpha=-factor if negated else factor)
+    factor = -factor if negated else factor
+    if scale is None or g.dtype != torch.float16:
+        g.add_(extra if scale is None else extra * scale, alpha=factor)
+        return
+    # the scaler has looked for infs before: where the sum passes fp16's range the decay is smaller than asked for, and nothing is NaN
+    most = torch.finfo(g.dtype).max
+    g.copy_(g.float().add_(extra.float() * scale, alpha=factor).clamp_(-most, most))

@@ -37,6 +37,19 @@ def test_decay_comes_after_clipping(maker):
 
 
 @pytest.mark.parametrize("maker", ["masked_adamw", "fused_adamw"])
+def test_decay_scaled_beyond_the_range_of_fp16_leaves_no_nan(maker):
+    model = mlp().half()
+    _, optimizer = training.start(SRSTE(decay=0.5), model=model, make=MAKERS[maker])[1:]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+    x = torch.randn(8, model[0].weight.shape[1]).half()
+    scaler.scale(model(x).float().square().mean() * 1e-4).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    before = model[0].weight.detach().clone()
+    scaler.step(optimizer)
+    assert all(p.isfinite().all() for p in model.parameters()) and not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("maker", ["masked_adamw", "fused_adamw"])
 def test_a_skipped_step_leaves_the_metrics_of_the_one_before(maker):
     model, handle, optimizer = start(SRSTE(decay=0.1), maker)
     scaler, want = torch.amp.GradScaler("cpu", init_scale=256.0), {"density": 0.5, "decay_ratio": 0.0}
