@@ -378,12 +378,13 @@ class Observed:
         stats: float64 sums, named by ``nmkernels.ops.STATS``.
         numel: number of maskable weights that took part.
         max_applied_steps: an upper bound of the applied steps, which the host knows without waiting for the device.
-        optimizer_state: called with a key, such as "exp_avg_sq" or "step", returns what the optimizers keep under it for these weights.
+        updated_by: returns for each of these weights that has moments its parameter group and what the optimizer keeps for it, such as
+            "exp_avg_sq" and "step".
         find_group: returns the parameter group of the maskable weights, as for ``Recipe.first_state``.
     """
 
     stats: Tensor
     numel: int
     max_applied_steps: int
-    optimizer_state: Callable[[str], list[Any]] = lambda key: []
+    updated_by: Callable[[], list[tuple[dict[str, Any], dict[str, Any]]]] = list
     find_group: Callable[[], dict[str, Any]] = dict

@@ -6,7 +6,6 @@ parameter group. ``checkpoint.py`` has the saved form.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -242,13 +241,6 @@ def _join(a: Attachment) -> None:
         )
     new = _take_layers(a)
     a.first_step = a.first_step or bool(new)
-    young = [name for name, layer in new.items() if "exp_avg_sq" not in a.updating.state.get(layer.parameter, {})]
-    if young and a.run.stage.rule.frozen:
-        warnings.warn(
-            f"step: {listed(young)} joined the optimizer after {a.run.recipe.name} froze the second moment; theirs is zero: their "
-            "updates are as large as the clamp allows. Add every group before the switch.",
-            stacklevel=2,
-        )
 
 
 def _is_rehearsal(optimizer: torch.optim.Optimizer) -> bool:

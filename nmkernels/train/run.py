@@ -329,6 +329,12 @@ class Attachment:
         """The parameter group of the maskable weights."""
         return group_of(self.optimizer, self.layers)
 
+    def updated_by(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """For each maskable weight that the optimizer has, its parameter group and its state."""
+        groups = {id(p): group for group in self.updating.param_groups for p in group["params"]}
+        weights = [layer.parameter for layer in self.layers.values() if id(layer.parameter) in groups]
+        return [(groups[id(p)], self.updating.state.get(p, {})) for p in weights]
+
 
 Recorded = tuple[Attachment, Tensor | None, int, Tensor | None]
 """A step in a CUDA graph: its statistics, over how many weights, and ``found_inf``, in the memory of the graph."""

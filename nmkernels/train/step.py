@@ -30,6 +30,7 @@ from ..recipes.contract import Hooks, Observed
 from ..shards import is_sharded, own_rank, summed
 from . import gradients
 from .ahead import bits_of
+from .layer_names import listed
 from .run import Attachment
 
 APPLIED, FLIPS, NONZEROS = (ops.STATS.index(name) for name in ("applied", "flips", "nonzeros"))
@@ -48,6 +49,8 @@ def before(a: Attachment, closure: bool) -> bool:
     elif run.held.masks and run.recording is None and (written := run.guards.written(a.layers)):
         run.find_lost("step", written)
     stage, transform = run.stage, run.stage.transform
+    if stage.rule.frozen:
+        _warn_of_young(a)
     if a.masked is None:
         a.own_pass = None
         return True
@@ -139,12 +142,11 @@ def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
         state["held_steps"] += 1
         due = stage.every > 0 and state["held_steps"] % stage.every == 0
 
-    def states(key: str) -> list[Any]:
-        # of optimizers that rest in this step too, whose moments the schedule freezes as well
-        found = [a.updating.state.get(layer.parameter, {}).get(key) for a in run.attachments for layer in a.layers.values()]
-        return [value for value in found if value is not None]
+    # of optimizers that rest in this step too, whose moments the schedule freezes as well
+    def updated_by() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [pair for a in run.attachments for pair in a.updated_by() if "exp_avg_sq" in pair[1]]
 
-    if begins := run.recipe.advance(state, Observed(stats, numel, run.max_applied_steps, states, lambda: driver.group)):
+    if begins := run.recipe.advance(state, Observed(stats, numel, run.max_applied_steps, updated_by, lambda: driver.group)):
         new = run.recipe.stage(state)
         if new.remark and new.remark != run.report.remark and own_rank() == 0:
             warnings.warn(new.remark, stacklevel=2)
@@ -163,6 +165,18 @@ def _advance(driver: Attachment, found_inf: Tensor | None) -> None:
         driver.stats[FLIPS] += summed((layer.parameter, (layer.kept() ^ before[name]).sum()) for name, layer in run.layers.items())[0]
     if run.attached_shards:
         run.shard_metrics = run.metrics(density=run.stage.held_mask)
+
+
+def _warn_of_young(a: Attachment) -> None:
+    """Layers get their first gradient, or joined the optimizer, after the second moment was frozen."""
+    state = a.updating.state
+    layers = [(name, layer.parameter) for name, layer in a.layers.items() if layer.parameter.grad is not None]
+    if young := [name for name, p in layers if "exp_avg_sq" not in state.get(p, {})]:
+        warnings.warn(
+            f"step: {listed(young)} had no gradient before {a.run.recipe.name} froze the second moment; theirs is zero: their updates are "
+            "as large as the clamp allows. Add every group and unfreeze every layer before the switch.",
+            stacklevel=2,
+        )
 
 
 def _give(a: Attachment, optimizer: MaskedAdamW, holds: bool, packs: bool) -> None:

@@ -196,7 +196,7 @@ NUMEL = 50
 
 
 def observed(stats, t, step):
-    return Observed(stats, NUMEL, t, optimizer_state=lambda key: [torch.tensor(float(step))] if key == "step" else [])
+    return Observed(stats, NUMEL, t, updated_by=lambda: [(GROUP, {"exp_avg_sq": torch.ones(4), "step": torch.tensor(float(step))})])
 
 
 def seen(t, changes=(1.0,) * NUMEL, applied=True):
@@ -243,6 +243,8 @@ def test_why_it_switched(change, until, at, want):
     recipe = STEP(switch="paper", t_min=5, t_max=12)
     got, state = switch_step(recipe, (seen(t, [change if t <= until else 0.0] * NUMEL) for t in range(1, 40)))
     assert (got, REASONS[state["switch_reason"]]) == (at, want)
+    got, free = switch_step(STEP(switch="paper", t_min=None, t_max=None), [seen(1, [1e-12] * NUMEL)])
+    assert (got, REASONS[free["switch_reason"]]) == (1, "test"), "no bound held the test back"
     assert bool(recipe.stage(state).remark) == (want != "test") and recipe.values(state)["switch_reason"] == state["switch_reason"]
     assert recipe.stage(recipe.first_state(GROUP)).remark == ""
     fixed = STEP(switch="fixed", start=3)
@@ -271,14 +273,13 @@ def test_t_min_is_the_window_of_the_optimizer(total, high, beta2, want, switch):
 
 def still(t):
     """A step that leaves the second moment as it is."""
-    stats = seen(t, [0.0] * NUMEL).stats
-    return Observed(stats, NUMEL, t, optimizer_state=lambda key: [torch.ones(4)] if key == "exp_avg_sq" else [torch.tensor(float(t))])
+    return seen(t, [0.0] * NUMEL)
 
 
 def test_the_default_test_needs_no_remark_at_any_t_min():
     recipe = STEP(t_min=4, t_max=20, threshold=10.0)
     state = recipe.first_state(GROUP)
-    assert [t for t in range(1, 6) if recipe.advance(state, replace(still(t), find_group=lambda: GROUP))] == [5]
+    assert [t for t in range(1, 6) if recipe.advance(state, still(t))] == [5]
     assert REASONS[state["switch_reason"]] == "t_min" and recipe.stage(state).remark == ""
 
 
@@ -310,21 +311,24 @@ def test_a_loaded_second_moment_keeps_its_own_bias_correction():
 # ---- layers with different numbers of steps
 
 
-def uneven(recipe, total, joins=0, idle=lambda t: False, after=lambda t, handle, optimizer: None, **keywords):
+def uneven(recipe, total, joins=0, idle=lambda t: False, after=lambda t, handle, optimizer: None, second=(0.9, 0.999), **keywords):
     """Train two layers, the last of which joins the optimizer at step ``joins``, counted from 0, and has no gradient where ``idle(t)``.
+
+    Its group has the betas ``second`` and the ``keywords``, which that of the first layer has not.
 
     Returns the updates of the last step over lr, and those with v* and the number of steps that each layer had at the switch.
     """
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32, bias=False) for name in "ab"}).double()
-    handle, (beta1, beta2) = nm.sparsify_(model, recipe), (0.9, 0.999)
+    handle, beta1, beta2 = nm.sparsify_(model, recipe), 0.9, {"a": 0.999, "b": second[1]}
     weights = {name: model[name].weight for name in "ab"}
-    optimizer = MaskedAdamW([weights["a"]] if joins else weights.values(), lr=1e-3, weight_decay=0.0, **keywords)
+    groups = [{"params": [weights[name]], "betas": (beta1, beta2[name]), **(keywords if name == "b" else {})} for name in "ab"]
+    optimizer = MaskedAdamW(groups[:1] if joins else groups, lr=1e-3, weight_decay=0.0)
     handle.attach(optimizer)
     m, v, steps, frozen = dict.fromkeys("ab", 0.0), dict.fromkeys("ab", 0.0), dict.fromkeys("ab", 0), {}
     for t in range(total):
         if joins and t == joins:
-            optimizer.add_param_group({"params": [weights["b"]]})
+            optimizer.add_param_group(groups[1])
         x, before = torch.randn(16, 32, dtype=torch.float64), {name: w.detach().clone() for name, w in weights.items()}
         optimizer.zero_grad()
         sum((model[name](x) - x).square().mean() for name in ("a" if idle(t) else "ab")).backward()
@@ -332,22 +336,22 @@ def uneven(recipe, total, joins=0, idle=lambda t: False, after=lambda t, handle,
             if w.grad is not None and (name == "a" or t >= joins):
                 steps[name] += 1
                 m[name] = beta1 * m[name] + (1 - beta1) * w.grad
-                v[name] = beta2 * v[name] + (1 - beta2) * w.grad**2
+                v[name] = beta2[name] * v[name] + (1 - beta2[name]) * w.grad**2
         optimizer.step()
         after(t + 1, handle, optimizer)
         if handle.state["switch_step"] == t + 1:
-            frozen = {name: v[name] / (1 - beta2 ** steps[name]) for name in "ab"}
+            frozen = {name: v[name] / (1 - beta2[name] ** steps[name]) for name in "ab" if steps[name]}
     updates = {name: (before[name] - w.detach()) / 1e-3 for name, w in weights.items()}
     want = {name: m[name] / (1 - beta1 ** steps[name]) / (v.sqrt() + 1e-8) for name, v in frozen.items()}
     return updates, want, handle
 
 
 @for_each("joins, idle", [(30, lambda t: False), (0, lambda t: t % 4 != 0 and t != 40), (0, lambda t: False)])
-@for_each("amsgrad", [False, True])
-def test_layers_with_fewer_steps_have_their_own_bias_correction(joins, idle, amsgrad):
-    """Those that join later, or that run only in some forward passes."""
+@for_each("amsgrad, beta2", [(False, 0.999), (True, 0.999), (False, 0.95)])
+def test_layers_with_fewer_steps_have_their_own_bias_correction(joins, idle, amsgrad, beta2):
+    """Those that join later, or that run only in some forward passes, also by settings of their own."""
     recipe = STEP("2:4", total_steps=100, switch="fixed", start=40, clamp=None)
-    updates, want, handle = uneven(recipe, 41, joins, idle, amsgrad=amsgrad)
+    updates, want, handle = uneven(recipe, 41, joins, idle, amsgrad=amsgrad, second=(0.9, beta2))
     assert handle.state["switch_step"] == handle.state["v_step"] == 40
     # with amsgrad v is a running maximum, which is v itself only while that grows
     assert all(((updates[k] - want[k]).abs().sum() / want[k].abs().sum()).item() < (0.02 if amsgrad else 1e-9) for k in "ab")
@@ -370,6 +374,14 @@ def test_an_optimizer_that_rests_at_the_switch_counts_too():
     torch.testing.assert_close(resting.state[model["b"].weight]["exp_avg_sq"] / (1 - 0.999**40), v / (1 - 0.999**20))
 
 
+def test_a_layer_whose_first_gradient_comes_after_the_switch_is_named():
+    recipe = STEP("2:4", total_steps=100, switch="fixed", start=5)
+    for joins, idle in ((7, lambda t: False), (0, lambda t: t < 7)):
+        with pytest.warns(UserWarning, match="layer 'b' had no gradient before step froze the second moment; theirs is zero") as caught:
+            uneven(recipe, 9, joins, idle)
+        assert len(caught) == 1
+
+
 def test_raw_moments_are_frozen_as_they_are():
     recipe, moments = STEP("2:4", total_steps=100, switch="fixed", start=40, bias_corrected=False), {}
 
@@ -382,23 +394,23 @@ def test_raw_moments_are_frozen_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(moments[41], moments[40], strict=True))
 
 
-@for_each("joins, idle", [(30, lambda t: False), (0, lambda t: t % 4 != 1)])
-def test_the_default_test_counts_the_steps_of_each_layer(joins, idle):
+@for_each("joins, idle, beta2", [(30, lambda t: False, 0.999), (0, lambda t: t % 4 != 1, 0.999), (0, lambda t: False, 0.99)])
+def test_the_default_test_counts_the_steps_of_each_layer(joins, idle, beta2):
     means, rows = [0.0], []
 
     def after(t, handle, optimizer):
-        states = optimizer.state.values()
-        means.append(sum(float(s["exp_avg_sq"].sum()) / (1 - 0.999 ** int(s["step"])) for s in states))
+        states = zip(optimizer.state.values(), (0.999, beta2), strict=False)
+        means.append(sum(float(s["exp_avg_sq"].sum()) / (1 - b ** int(s["step"])) for s, b in states))
         rows.append((handle.state["z_bar"].item(), abs(means[t] - means[t // 2]) / means[t]))
 
-    uneven(STEP("2:4", total_steps=400, t_min=100), 70, joins, idle, after)
+    uneven(STEP("2:4", total_steps=400, t_min=100), 70, joins, idle, after, (0.9, beta2))
     assert [row[0] for row in rows[1:]] == pytest.approx([row[1] for row in rows[1:]], rel=1e-9)
     assert rows[-1][0] < 0.1, "both layers have settled"
 
 
 def test_a_layer_whose_first_step_was_skipped():
-    moments = {"exp_avg_sq": [torch.ones(4), torch.zeros(4)], "step": [torch.tensor(5.0), torch.tensor(0.0)]}
-    got = figure("relative", Observed(torch.zeros(9), 8, 5, lambda key: moments[key], lambda: GROUP))
+    layers = [{"exp_avg_sq": torch.full((4,), v), "step": torch.tensor(t)} for v, t in ((1.0, 5.0), (0.0, 0.0))]
+    got = figure("relative", Observed(torch.zeros(9), 8, 5, lambda: [(GROUP, layer) for layer in layers]))
     assert got.item() == pytest.approx(4 / (1 - 0.9**5))
 
 

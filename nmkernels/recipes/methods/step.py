@@ -54,16 +54,18 @@ def figure(switch: str, seen: Observed) -> Tensor:
         # counted at the floor, one dead weight in ten would shrink Z by e^-10; it says nothing of how settled the others are
         moved = seen.numel - seen.stats[UNCHANGED]
         return torch.where(moved > 0, ((seen.stats[LOG_CHANGE] - seen.stats[UNCHANGED] * LOG_FLOOR) / moved.clamp(min=1)).exp(), 0.0)
-    moments = seen.optimizer_state("exp_avg_sq")
+    layers = seen.updated_by()
+    moments = [layer["exp_avg_sq"] for _, layer in layers]
     if switch == "relative_norm":
         return total(lambda v: v.double().square().sum(), moments).sqrt()
     if switch == "relative":
-        beta2 = seen.find_group()["betas"][1]
-        counts = [torch.as_tensor(step) for step in seen.optimizer_state("step")]
-        # of all layers at once, as on a GPU each operation is a launch; a layer whose first step was skipped has t = 0 and v = 0
-        stacked = {device: torch.stack([c for c in counts if c.device == device]) for device in {c.device for c in counts}}
-        corrections = {device: iter(1 - beta2 ** t.double().clamp(min=1)) for device, t in stacked.items()}
-        parts = ((v, local(v).sum(dtype=torch.float64) / next(corrections[c.device])) for v, c in zip(moments, counts, strict=True))
+        counts: dict[Any, list[Tensor]] = {}
+        kinds = [(torch.as_tensor(layer["step"]).device, group["betas"][1]) for group, layer in layers]
+        for kind, (_, layer) in zip(kinds, layers, strict=True):
+            counts.setdefault(kind, []).append(torch.as_tensor(layer["step"]))
+        # of many layers at once, as on a GPU each operation is a launch; a layer whose first step was skipped has t = 0 and v = 0
+        corrections = {kind: iter(1 - kind[1] ** torch.stack(t).double().clamp(min=1)) for kind, t in counts.items()}
+        parts = ((v, local(v).sum(dtype=torch.float64) / next(corrections[kind])) for kind, v in zip(kinds, moments, strict=True))
         return summed(parts).reshape(())
     return total(lambda v: v.double().abs().sum(), moments)
 
@@ -95,16 +97,13 @@ def observe(state: State, switch: str, seen: Observed) -> None:
     state["t"] = t + applied
 
 
-def use_one_step_count(seen: Observed, v_step: int, steps: list[int]) -> None:
+def use_one_step_count(seen: Observed, v_step: int) -> None:
     """Scale v of layers with fewer steps than ``v_step``, in place, so that its bias correction is right for them too."""
-    for key in ("exp_avg_sq", "max_exp_avg_sq"):
-        moments = seen.optimizer_state(key)
-        if len(moments) != len(steps):  # no amsgrad, or not in all groups
-            continue
-        for v, step in zip(moments, steps, strict=True):
-            if step != v_step:
-                beta2 = float(seen.find_group()["betas"][1])
-                local(v).mul_((1 - beta2**v_step) / (1 - beta2 ** max(step, 1)))
+    for group, layer in seen.updated_by():
+        step, beta2 = int(layer["step"]), float(group["betas"][1])
+        for key in ("exp_avg_sq", "max_exp_avg_sq") if step != v_step else ():
+            if key in layer:  # the second with amsgrad
+                local(layer[key]).mul_((1 - beta2**v_step) / (1 - beta2 ** max(step, 1)))
 
 
 @recipe("step")
@@ -318,12 +317,11 @@ class STEP(Composite):
         if not (due if latest is None else due | (t >= latest)).item():
             return False
         state["switch_step"] = int(t.item())
-        chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest else TEST
+        chosen = T_MAX if not passed.item() else T_MIN if state["switch_step"] == earliest > 1 else TEST
         state["switch_reason"] = FIXED if self.switch == "fixed" else chosen
-        steps = [int(step) for step in observed.optimizer_state("step")]
-        state["v_step"] = max(steps, default=state["switch_step"])
+        state["v_step"] = max((int(layer["step"]) for _, layer in observed.updated_by()), default=state["switch_step"])
         if self.bias_corrected:
-            use_one_step_count(observed, state["v_step"], steps)
+            use_one_step_count(observed, state["v_step"])
         inner = self.sparse(state["switch_step"])
         state["inner"] = {"spec": spec(inner), **inner.first_state(observed.find_group())}
         if "seed" in state["inner"]:
