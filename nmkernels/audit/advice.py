@@ -92,7 +92,7 @@ def _offer(costs: LayerCosts, text: str, changed: LayerCosts, detail: str = "") 
 def _training(costs: LayerCosts) -> Iterator[Advice]:
     """Changes to a step: packing, operands of dgrad and wgrad, tokens, and where the weight is prepared."""
     rules, pieces = costs.rules, {piece.name: piece for piece in costs.step()}
-    if rules.fprop and not rules.packed:
+    if rules.fprop and rules.prepare and not rules.packed:
         text = 'training multiplies the weight in dense layout: packed="auto", where the recipe has that option'
         yield from _offer(costs, text, costs.but({"packed": True}))
     if rules.fprop and not rules.dgrad and not costs.device.transposed:

@@ -242,7 +242,7 @@ def flops(
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     parts = []
     for entry, often in zip(entries, passes("flops", entries, rows or {}), strict=True):
-        trained, shape = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight"} & frozen, entry.shape
+        trained, shape = (learns and entry.sparse) or not {entry.name, f"{entry.name}.weight".lstrip(".")} & frozen, entry.shape
         spans, left = costs[patterns[entry.name]] if entry.sparse else dense
         gemm = 2.0 * math.prod(shape) * often
         adapter = 2.0 * sum(matrix_of(shape)) * often  # per rank; dgrad and the two weight gradients of an adapter cost as much as fprop

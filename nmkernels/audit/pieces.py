@@ -234,7 +234,12 @@ def find_device(spec: str | torch.device | None, default: torch.device) -> tuple
     device = None
     with suppress(RuntimeError):
         device = torch.device(target)
-    if device is None or device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise RecipeError(
+            f"audit: {str(target)!r} is a GPU of this machine, and torch can use none here; `python -m nmkernels doctor` says why. Choose "
+            f"one that need not be present: {', '.join(DEVICES)}."
+        )
+    if device is None or device.type not in ("cpu", "cuda"):
         near = suggestion(str(target), [*DEVICES, "cpu", "cuda"]) or "."
         raise RecipeError(
             f"audit: no device is called {str(target)!r}{near} Choose one of {', '.join(DEVICES)}, which need not be present, "

@@ -35,7 +35,8 @@ def table(audit: Audit) -> str:
     rows.append(("all linear layers" + (" and the rest" if audit.other else ""), "", "", *totals, "", ""))
     share = audit.dense_share
     most = f", so the total speed-up cannot exceed {1 / share:.1f}x" if 0.005 < share < 1 else ""
-    lines = [*aligned(rows), _wrapped(f"{100 * share:.0f} % of the dense time is in layers that stay dense{most}.")]
+    rest = " and in the rest" if audit.other else ""
+    lines = [*aligned(rows), _wrapped(f"{100 * share:.0f} % of the dense time is in layers that stay dense{rest}{most}.")]
     ranges = {word: getattr(audit, f"{word}_range") for word in PARTS[:2]}
     words = ", ".join(f"{word} {interval[0]:.2f}x to {interval[1]:.2f}x" for word, interval in ranges.items() if interval)
     lines += [_wrapped(f"Range for the slowest and fastest sparse GEMMs below: {words}.")] if words else []
@@ -198,15 +199,16 @@ class Audit:
     @property
     def dense_share(self) -> float:
         """The share of the dense model's predicted step (or inference) in layers that stay dense and in ``other``."""
-        seconds = [(layer.sparse, self._dense(layer)) for layer in self.layers]
-        rest = self.other * (3 if any(layer.step for layer in self.layers) else 1)
-        total = sum(took for _, took in seconds) + rest
-        return (sum(took for sparse, took in seconds if not sparse) + rest) / total if total else 0.0
+        return 1 - sum(self.share(layer) for layer in self.layers if layer.sparse) if self._all else 0.0
 
     def share(self, layer: LayerAudit) -> float:
         """The share of the dense model's predicted step (or inference) in this group of layers."""
-        total = sum(self._dense(each) for each in self.layers)
-        return self._dense(layer) / total if total else 0.0
+        return self._dense(layer) / self._all if self._all else 0.0
+
+    @property
+    def _all(self) -> float:
+        """Seconds of the dense model's predicted step (or inference), with ``other``."""
+        return sum(map(self._dense, self.layers)) + self.other * (3 if any(layer.step for layer in self.layers) else 1)
 
     @staticmethod
     def _dense(layer: LayerAudit) -> float:

@@ -25,9 +25,10 @@ from ..gemm.problem import ROLES, Problem, packed_bytes, plain
 from ..nn.weight import NMWeight
 from ..ops.pack import tensor_core_pattern
 from ..pattern import Pattern, RecipeError
-from ..recipes.compose import deployed, innermost, with_pattern
+from ..recipes.compose import deployed, first_stage, innermost, with_pattern
 from ..recipes.contract import Recipe, Span
 from ..recipes.registry import find, get, parse
+from ..recipes.schedule import ScheduledRecipe
 from . import traffic
 
 TWO_FOUR = Pattern("2:4")
@@ -78,7 +79,7 @@ class Rules:
     @property
     def held(self) -> bool:
         """Whether the mask is held in memory and not computed from the present weight."""
-        return self.prepare == "transposable"
+        return self.prepare == "transposable" or (self.fprop and not self.prepare)
 
     def preparations(self, transposed: bool) -> Iterator[tuple[str, bool, bool]]:
         """Options to prepare the weight: (piece, whether fprop reads it packed, whether dgrad does). A dense dgrad also needs the dense
@@ -104,12 +105,14 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
     best, deploys_nm = min(spans, key=_work), deployed(adapted).fprop < 1
     if _work(best) == 3:
         return Rules(pattern, fprop=False, prepare="", steps=0.0, deploys_nm=deploys_nm, packed=False)
+    stages = [stage for _, stage in inner.stages] if isinstance(inner, ScheduledRecipe) else [first_stage(inner)]
+    used = adapted.final_transform() if any(stage.transform is not None for stage in stages) else None
     return Rules(
         pattern,
         best.fprop < 1,
         best.dgrad < 1,
         Pattern(getattr(inner, "mvue_pattern", "2:4")) if 0 < best.wgrad < 1 else None,
-        _prepare_rule(adapted.final_transform(), best.dgrad < 1),
+        _prepare_rule(used, best.dgrad < 1),
         best.wgrad > 0,
         sum(span.steps for span in spans if _work(span) < 3) / steps,
         deploys_nm,
@@ -121,8 +124,8 @@ def of_recipe(recipe: Recipe, pattern: Pattern) -> Rules:
 
 def of_layer(layer: NMWeight) -> Rules:
     """The rules of a sparse layer in its present phase; in a dense phase, those of its final transform."""
-    transform, plan = layer.transform or layer.final, layer.plan
-    columns = transform.traits.transposable or transform.traits.own_dgrad
+    transform, plan = layer.transform or (layer.final if layer.starts else None), layer.plan
+    columns = transform is not None and (transform.traits.transposable or transform.traits.own_dgrad)
     estimate = Pattern(plan.n, plan.m) if plan.wgrad in ("mvue", "magnitude") else None
     prepare, trains = _prepare_rule(transform, columns), plan.wgrad != "none"
     return Rules(layer.pattern, True, columns, estimate, prepare, trains, packed=plan.packs, fp8=plan.fp8 is not None)
@@ -132,8 +135,11 @@ def _work(span: Span) -> float:
     return span.fprop + span.dgrad + span.wgrad
 
 
-def _prepare_rule(transform: WeightTransform, columns: bool) -> str:
-    # a doubly pruned weight costs the same as a transposable one: two packed forms
+def _prepare_rule(transform: WeightTransform | None, columns: bool) -> str:
+    # without a transform the optimizer keeps the weight N:M by a held mask; a doubly pruned weight costs the same as a transposable one:
+    # two packed forms
+    if transform is None:
+        return ""
     return "threshold" if transform.traits.in_step == "threshold" else "transposable" if columns else "mask"
 
 

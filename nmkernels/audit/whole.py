@@ -83,7 +83,9 @@ def predict(recipe: str, layers: Sequence[tuple[int, LayerCosts]], tokens: int, 
     None if no layer is sparse in it.
     """
     sparse = [
-        (times * costs.layer.shape[0] * costs.layer.shape[1], costs) for times, costs in layers if costs.sparse and costs.rules.prepare
+        (times * costs.layer.shape[0] * costs.layer.shape[1], costs)
+        for times, costs in layers
+        if costs.sparse and (costs.rules.fprop or costs.rules.prepare)
     ]
     if not sparse or not all(costs.trains for _, costs in layers):
         return None

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> tuple[Any, Mapping[str, float]]:
     """(the model or the shapes of its layers, the rows per token of layers for which that is not 1)."""
     if args.shapes:
-        return {word: _sizes(word) for word in args.shapes}, {}
+        counts = [args.shapes[:i].count(word) for i, word in enumerate(args.shapes)]
+        return {word + (f" #{n + 1}" if n else ""): _sizes(word) for word, n in zip(args.shapes, counts, strict=True)}, {}
     if args.model[:1].isdigit():
         return byte_gpt(*_sizes(args.model)).module(), {}
     try:

@@ -38,10 +38,11 @@ PACKAGES = ("numpy", "safetensors", "triton", "transformers", "accelerate", "lig
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--verify", action="store_true", help="check every kernel against the reference, with real sizes; a report for an issue"
     )
-    parser.add_argument(
+    either.add_argument(
         "--choice",
         nargs="?",
         const="some",

@@ -89,7 +89,20 @@ def test_totals_are_amdahls():
     assert found.run == pytest.approx(found.step) and found.steps == 1.0
     rest = nm.audit({"fc": (8192, 8192)}, 8192, "srste:2:4", other=2 * 8192 * 8192, **H200)
     assert rest.inference == pytest.approx(found.inference, rel=1e-3) and rest.dense_share == pytest.approx(0.5, rel=1e-2)
-    assert "and the rest" in str(rest)
+    assert "and the rest" in str(rest) and "in layers that stay dense and in the rest" in str(rest)
+    assert rest.share(rest.layers[0]) == pytest.approx(1 - rest.dense_share)
+
+
+def test_a_mask_that_the_optimizer_holds_costs_no_pass_over_the_weight():
+    """ASP multiplies the weight as it is; so it neither gains nor loses in a step, and has nothing to pack."""
+    model = torch.nn.Sequential(torch.nn.Linear(4096, 4096, device="meta"))
+    model[0].to_empty(device="cpu")
+    by_name = nm.audit(model, 4096, "asp:2:4", **H200)
+    nm.sparsify_(model, "asp:2:4")
+    for found in (by_name, nm.audit(model, 4096, **H200)):
+        (layer,) = found.layers
+        assert [piece.name for piece in layer.step] == ["fprop", "dgrad", "wgrad"] and speedup(layer.step) == 1.0
+        assert "packed" not in str(found) and found.inference > 1
 
 
 def test_a_recipe_with_dense_steps():
@@ -105,7 +118,7 @@ def test_a_recipe_with_dense_steps():
 def test_every_recipe_is_understood(name):
     found = nm.audit({"a.fc": (2048, 1024), "a.down": (1024, 2048)}, 8192, f"{name}:2:4", **H200)
     dense = {"dense", "act24", "maskllm", "proxsparse"}
-    assert (found.step == 1.0) == (name in dense) == (found.steps == 0)
+    assert (found.steps == 0) == (name in dense) and (found.step == 1.0) == (name in dense | {"asp"})
     assert ("so steps gain nothing" in str(found)) == (name in dense)
     packs = name == "layerwise" or "packed" in {f.name for f in fields(find(name))}
     assert (found.step > 1) == packs and (packs or not found.layers[0].sparse or found.step <= 1)
@@ -170,6 +183,9 @@ def test_names_of_devices(monkeypatch):
     for unknown in ("quux", "H200 PCIe", *(["cuda"] if not torch.cuda.is_available() else [])):
         with pytest.raises(nm.RecipeError, match="A100, H100, H200"):
             nm.audit(gpt(), device=unknown)
+    if not torch.cuda.is_available():
+        with pytest.raises(nm.RecipeError, match="'cuda:0' is a GPU of this machine, and torch can use none here"):
+            nm.audit(gpt(), device="cuda:0")
     assert measure.find_device("h200", torch.device("cpu"))[0].name == "H200 SXM"
     assert measure.find_device("NVIDIA H100 80GB HBM3", torch.device("cpu"))[0].name == "H100 SXM"
     if not torch.cuda.is_available():

@@ -40,7 +40,7 @@ def test_bytes_a_weight():
     }  # fmt: skip
     assert {step.dense_bytes for step in found.values()} == {34.0}
     # the last recipe of a model whose layers stay dense in training
-    assert steps(recipe="asp:2:4")["asp:2:4"].sparse_bytes == 28 + 6
+    assert steps(recipe="asp:2:4")["asp:2:4"].sparse_bytes == 28 + 0.125 + 6
     brain = steps(nn.Linear(4096, 4096, device="meta", dtype=torch.bfloat16))
     assert brain["srste:2:4"].dense_bytes == 14 and brain["srste:2:4"].sparse_bytes == 3 * 2 + 16 + 2 + 1.125 + 2
     full = steps(dtype="float32")["srste:2:4"]

@@ -28,9 +28,9 @@ def test_a_model_by_name(capsys):
 
 
 def test_options_reach_the_audit(capsys):
-    words = "--shapes 4096x4096 64X128 --recipe fst --pattern 1:4 --tokens 2048 --accumulate 2 --dtype float16 --json"
+    words = "--shapes 4096x4096 64X128 4096x4096 --recipe fst --pattern 1:4 --tokens 2048 --accumulate 2 --dtype float16 --json"
     found = json.loads(run(capsys, *words.split()))
-    shapes = {"4096x4096": (4096, 4096), "64X128": (64, 128)}
+    shapes = {"4096x4096": (4096, 4096), "64X128": (64, 128), "4096x4096 #2": (4096, 4096)}
     want = nm.audit(shapes, 2048, "fst:1:4", device="H200", dtype="float16", accumulate=2)
     assert found == json.loads(json.dumps(want.as_dict()))
     assert found["layers"][0]["dtype"] == "float16" and found["accumulate"] == 2

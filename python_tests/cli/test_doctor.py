@@ -162,3 +162,9 @@ def test_verify_where_only_the_reference_runs(capsys: pytest.CaptureFixture[str]
 def test_verify_in_full(capsys: pytest.CaptureFixture[str], cache: Any) -> None:
     status, text = _report(capsys, "--verify")
     assert status == 0 and "calls are right." in text
+
+
+def test_verify_and_choice_are_two_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--verify", "--choice"])
+    assert "not allowed with argument --verify" in capsys.readouterr().err

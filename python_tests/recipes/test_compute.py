@@ -107,6 +107,7 @@ def test_a_frozen_layer_has_no_weight_gradient():
     cost = nm.flops(model, "ste:2:4", 1)
     assert [p.training for p in cost.layers] == [2 * 32 * 32 * 1.5, 2 * 32 * 32 * 2.5]
     assert [p.dense_training for p in cost.layers] == [2 * 32 * 32 * 2, 2 * 32 * 32 * 3]
+    assert nm.flops(model[0], "ste:2:4", 1).training == cost.layers[0].training, "also one that is the whole model"
 
 
 def test_every_form_of_a_model_counts_the_same():
