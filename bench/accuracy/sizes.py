@@ -172,7 +172,7 @@ def outcome(shown: Tables) -> str:
 
     def said(less: Estimate) -> str:
         if abs(less.mean) <= less.half:
-            return f"level ({less.shown(sign=True)})"
+            return f"not known to differ ({less.shown(sign=True)})"
         return f"{Estimate(abs(less.mean), less.error, less.n).shown()} {'lower' if less.mean < 0 else 'higher'}"
 
     width = max(by_bytes["bfloat16"])

@@ -130,6 +130,8 @@ def test_the_table_and_the_words(shown):
     assert f"| {own + 0.001:.3f} ± 0.002 |" in line and f"| {own - dense:+.3f} ± 0.000 |".replace("-", "−") in line
     assert sizes.summary(shown).startswith("in bfloat16 −0.0") and sizes.summary(shown).count("width 128") == 3
     said = sizes.outcome(shown)
+    level = Tables([replace(r, val_loss=r.val_loss - 0.01 + 0.04 * r.seed) if r.method != DENSE else r for r in shown.rows])
+    assert sizes.outcome(level).count("it is not known to differ (+") == 1, "three seeds show nothing level"
     assert "width 128, compared" in said and "in nats 0.08" in said and said.count(" lower in ") == 3 and said.count(" higher. ") == 2
     assert sizes.text(Tables([])) == sizes.summary(Tables([])) == sizes.outcome(Tables([])) == ""
 
