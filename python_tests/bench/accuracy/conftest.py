@@ -8,6 +8,7 @@ import math
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.accuracy import tasks, worker
+from bench.accuracy import runner, tasks, worker
 from bench.accuracy.rows import RunRow
 from bench.accuracy.spec import Case
 from bench.accuracy.tasks import base
@@ -99,3 +100,9 @@ def inline() -> Iterator[Executor]:
     """A pool in this process."""
     with ThreadPoolExecutor(1) as pool:
         yield pool
+
+
+@pytest.fixture
+def unforked(inline: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command run in this process, for builds of torch in which a fork of a process that has trained cannot train."""
+    monkeypatch.setattr(runner, "processes", lambda workers: nullcontext(inline))

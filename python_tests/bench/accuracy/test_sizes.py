@@ -172,7 +172,7 @@ def test_figures_are_drawn(shown, monkeypatch):
     sys.modules.pop("evidence")
 
 
-def test_models_for_a_gpu_train_at_tiny_size(small, monkeypatch, tmp_path, capsys):
+def test_models_for_a_gpu_train_at_tiny_size(small, unforked, monkeypatch, tmp_path, capsys):
     for name in studies.GPU:
         kind = base._tasks[name]
         assert 0.8 < 12 * kind.config.layers * kind.config.width**2 / (1e6 * int(name[5:-1])) < 1.3
