@@ -24,8 +24,8 @@ from ..ops.check import FLOATS, STORED
 from ..ops.integers import BITS
 from ..pattern import CheckpointError, NMError, Pattern
 from ..reference import unpack_indices
-from ..shards import is_sharded, local, spread
-from .tensors import Contents, place, plain_modules, plain_names, quote, shortened
+from ..shards import is_sharded, local, place, spread
+from .tensors import Contents, plain_modules, plain_names, quote, shortened
 
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""

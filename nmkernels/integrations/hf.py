@@ -43,7 +43,7 @@ from .. import integrations, ops
 from ..export.card import METHOD, config_entry, first_of, format_version, integers_of, is_dense, patterns_of, write_card
 from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
-from ..export.tensors import Layer, place, sparse_layers, weight_name
+from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import CONV2D, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
@@ -55,6 +55,7 @@ from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
+from ..shards import place
 from ..train.layer_names import check_names, skips
 from ..train.report import Entry
 from ..train.sparsify import LayerCandidate, check_groups, select

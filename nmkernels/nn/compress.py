@@ -22,7 +22,7 @@ from .chains import channel_parameters, find_chains, reorder_
 from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
-from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers
+from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers, weight_key
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -384,7 +384,7 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
-    tied: dict[int, nn.Parameter] = {}
+    tied: dict[object, nn.Parameter] = {}
     replace_each_(model, {layer: _decompressed(layer, tied) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
         after_swap(model)
@@ -392,16 +392,13 @@ def decompress_(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.Module:
-    """``tied``: the dense weights of layers without an adapter, by the address of their integers, which two layers may share."""
-    memory, adapter = layer.values.data_ptr() or id(layer), layer.adapter
-    if adapter is not None or memory not in tied:
+def _decompressed(layer: CompressedLinear, tied: dict[object, nn.Parameter]) -> nn.Module:
+    """``tied``: the dense weights made so far, by ``weight_key``."""
+    key, adapter = weight_key(layer), layer.adapter
+    if key not in tied:
         weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
-        parameter = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
-        if adapter is None:
-            tied[memory] = parameter
-    else:
-        parameter = tied[memory]
+        tied[key] = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
+    parameter = tied[key]
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):

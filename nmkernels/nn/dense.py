@@ -18,7 +18,7 @@ from ..layouts import CONV1D, EMBEDDING, LINEAR, matrix_shape
 from ..ops.compress import group_of
 from ..ops.integers import BITS, nm_dequantize_values
 from ..pattern import OptionError, Pattern, PatternError, RecipeError
-from ..shards import is_sharded
+from ..shards import is_sharded, place
 from .classes import class_of, computed_by
 from .compressed import CompressedLinear
 from .swap import is_conv1d
@@ -98,6 +98,13 @@ def dense_integers(weight: Tensor, values: str, group: int | None = None) -> ops
 def has_dense_integers(module: nn.Module) -> bool:
     """Whether ``module`` is a dense layer whose weight is integers."""
     return isinstance(module, CompressedLinear) and module.pattern.m == 1 and "step" in module._buffers
+
+
+def weight_key(layer: CompressedLinear) -> object:
+    """A key that is equal for layers whose dense weights are one tensor: dense integers that an embedding and an output head share."""
+    if not has_dense_integers(layer) or layer.adapter is not None or layer.order is not None or not layer.values.numel():
+        return layer
+    return place(layer.values), place(layer.step), layer.dtype, layer.shape, layer.layout == CONV1D
 
 
 def dense_layout(module: nn.Module) -> str:
