@@ -281,6 +281,8 @@ class CompressedStack(nn.Module):
     @property
     def weight(self) -> ops.Compressed:
         """The compressed matrices one below the other, ``(E·out, in)``, as a view of the module's buffers."""
+        if not self.indices.numel() and self.indices.device != self.values.device:  # as in CompressedLinear
+            self.indices = torch.empty_like(self.indices, device=self.values.device)
         shape, step = (self.experts * self.out_features, self.in_features), self._buffers.get("step")
         parts = self.values.flatten(0, 1), self.indices.flatten(0, 1)
         return ops.Compressed(*parts, self.pattern, shape, None if step is None else step.flatten(0, 1))
