@@ -439,22 +439,22 @@ def is_order(columns: Tensor, count: int) -> bool:
 
 
 def uncast(module: Any, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``fn`` as ``nn.Module._apply`` of a compressed ``module`` takes it: integers and their steps are moved and not cast, and the dtype of
-    the dense layer is cast instead.
+    """``fn`` as ``nn.Module._apply`` of a compressed ``module`` takes it: indices, integers and their steps are moved and not cast (which
+    ``module.type`` does to them). With integers the dtype of the dense layer is cast instead.
     """
     step = module._buffers.get("step")
-    if step is None:
-        return fn
-    constants = step, module.values, module.indices
-    module._dtype = fn(step.new_empty(0, dtype=module._dtype)).dtype
+    constants = [module._buffers.get(name) for name in ("indices", "columns", *(() if step is None else ("values", "step")))]
+    shared = step is not None and module.pattern.m == 1  # perhaps by an embedding and the output head tied to it
+    if step is not None:
+        module._dtype = fn(step.new_empty(0, dtype=module._dtype)).dtype
 
     def moved(tensor: Tensor) -> Tensor:
         new = fn(tensor)
         if not any(tensor is one for one in constants):
             return new
         new = tensor.to(new.device) if new.dtype != tensor.dtype else new
-        if module.pattern.m == 1 and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
-            tensor.data = new  # as torch moves Parameters: an embedding and the output head tied to it have the same tensors
+        if shared and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
+            tensor.data = new  # as torch moves Parameters
             return tensor
         return new
 

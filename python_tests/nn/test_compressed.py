@@ -12,6 +12,8 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn.compressed import is_order
+from nmkernels.nn.conv import CompressedConv2d
+from nmkernels.nn.experts import CompressedStack
 from nmkernels.testing import assert_no_worse, equal_bits
 from python_tests import naive
 from python_tests.copy_model import COPY_METHODS, copy_model
@@ -105,6 +107,17 @@ def test_casts_and_copies():
     layer.to(torch.bfloat16)
     assert layer.weight.values is layer.values and layer.bias.dtype == torch.bfloat16 and layer.indices.dtype == torch.uint8
     assert equal_bits(layer.weight.dense(), w.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", [nm.CompressedLinear, CompressedConv2d, CompressedStack])
+def test_type_casts_values_only(kind):
+    weight, more = nm.ops.compress(torch.randn(12, 16), "2:4"), {CompressedConv2d: (1,), CompressedStack: (3,)}.get(kind, ())
+    layer = kind(weight, *more, **({"columns": torch.randperm(16)} if kind is nm.CompressedLinear else {}))
+    held = {name: t.clone() for name, t in layer.named_buffers()}
+    want = layer.dense().half()
+    assert layer.type(torch.float16) is layer and equal_bits(layer.dense(), want) and layer.dtype == torch.float16
+    for name, t in layer.named_buffers():
+        assert name == "values" or (equal_bits(t, held[name]) and t.dtype == held[name].dtype)
 
 
 def test_a_state_dict_without_values_misses_them():
