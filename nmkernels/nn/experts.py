@@ -24,7 +24,7 @@ from ..gemm.choose import Routes
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from .classes import change_class_, class_of
-from .compressed import CompressedLinear, other_kind, uncast
+from .compressed import CompressedLinear, other_kind, other_pattern, uncast
 from .weight import NMWeight, warn_if_changed
 
 PREFIX = "nm_"
@@ -333,7 +333,7 @@ class CompressedStack(nn.Module):
         self._layers = Routes()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        problem = other_kind(self.values, state_dict, prefix)
+        problem = other_kind(self.values, state_dict, prefix) or other_pattern(self, state_dict, prefix)
         if problem:
             rest[-1].append(problem)  # torch's list of errors
         else:
