@@ -35,6 +35,11 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def place(tensor: Tensor) -> tuple[object, ...]:
+    """A key that is equal for two tensors that are the same memory, unless they are empty or on the meta device."""
+    return tensor.device, local(tensor).data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of ``tensor``, gathered from every rank (all must call it); a plain tensor is returned as it is."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from ..layouts import CONV1D, CONV2D, EMBEDDING, EXPERTS, EXPERTS_T, LINEAR, MAT
 from ..nn.adapter import ADAPTER
 from ..nn.classes import class_of, computed_by
 from ..nn.compress import compressed_like
-from ..nn.compressed import LAYOUTS, CompressedLinear, is_order
+from ..nn.compressed import LAYOUTS, CompressedLinear, index_problem, is_order
 from ..nn.experts import CompressedExperts, CompressedStack, SparseExperts, child_name, compress_stacks_, stacks_of
 from ..nn.swap import after_swap, is_conv1d, replace_each_
 from ..nn.weight import NMWeight
@@ -23,9 +23,8 @@ from ..ops import Compressed
 from ..ops.check import FLOATS, STORED
 from ..ops.integers import BITS
 from ..pattern import CheckpointError, NMError, Pattern
-from ..reference import unpack_indices
-from ..shards import is_sharded, local, spread
-from .tensors import Contents, place, plain_modules, plain_names, quote, shortened
+from ..shards import is_sharded, local, place, spread
+from .tensors import Contents, plain_modules, plain_names, quote, shortened
 
 MAX_PROBLEMS = 5
 """How many problems an error message lists."""
@@ -256,8 +255,8 @@ def _check_contents(layer: CompressedLinear | CompressedStack, tensors: Mapping[
             raise _Unfit("the spare half of a row's last byte of integers is not 0; the file is damaged")
     elif not values.is_floating_point() or indices.dtype != torch.uint8:
         raise _Unfit(f"values are {values.dtype} and indices {indices.dtype}; expected floating-point values and torch.uint8 indices")
-    if indices.shape[-1]:
-        _check_indices(indices, pattern, cols)
+    if indices.shape[-1] and (problem := index_problem(indices, pattern, cols)):
+        raise _Unfit(f"{problem}; the file is damaged")
     if columns is not None and not is_order(columns, cols):
         raise _Unfit(f"the order of its inputs is not a permutation of {cols}; the file is damaged")
 
@@ -351,18 +350,3 @@ def _same(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return one.data_ptr() == other.data_ptr() or torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
-
-
-def _check_indices(indices: Tensor, pattern: Pattern, cols: int) -> None:
-    """Check that indices increase within each group and are below M, and that spare bits are 0, as the kernels require."""
-    count, bits = pattern.kept(cols), pattern.index_bits
-    spare = indices.shape[-1] * 8 - count * bits
-    if spare and indices.numel() and int(indices[..., -1].max()) >> (8 - spare):
-        raise _Unfit("the spare bits of a row's last index byte are not 0; the file is damaged")
-    if not spare and 8 % (pattern.n * bits) == 0:  # a byte holds whole groups: check each of the 256 values once, in 1/20 of the time
-        indices, count = torch.bincount(indices.flatten(), minlength=256).nonzero().to(torch.uint8), 8 // bits
-    positions = unpack_indices(indices, bits, count).unflatten(-1, (-1, pattern.n)).short()
-    if positions.numel() and int(positions.max()) >= pattern.m:
-        raise _Unfit(f"index {int(positions.max())} is out of range for groups of {pattern.m}; the file is damaged")
-    if not bool((positions.diff(dim=-1) > 0).all()):
-        raise _Unfit("the indices of a group do not increase; the file is damaged")

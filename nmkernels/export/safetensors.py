@@ -31,17 +31,17 @@ from .. import ops
 from ..layouts import CONV1D, CONV2D, MATRICES, REDUCED, as_matrix, as_stored
 from ..nn.adapter import ADAPTER, adapter_of, folded
 from ..nn.compressed import CompressedLinear
-from ..nn.dense import has_dense_integers
+from ..nn.dense import has_dense_integers, weight_key
 from ..nn.experts import CompressedStack, child_name
 from ..nn.sharding import fsdp_modules, reshard
 from ..nn.weight import NMWeight
 from ..ops.integers import kind_of
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..reference.compress import pack_indices, unpack_indices
-from ..shards import is_sharded, local, whole
+from ..shards import is_sharded, local, place, whole
 from .card import is_dense, rounds_experts
 from .plan import BUFFERS, home_of, load
-from .tensors import Contents, Layer, place, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
+from .tensors import Contents, Layer, plain_state, quote, read, read_folder, sparse_layers, weight_name, write
 
 FORMAT = "nmkernels"
 HUGGING_FACE = "pt"
@@ -271,12 +271,11 @@ def save_dense(model: nn.Module, path: str | os.PathLike[str]) -> None:
     made: dict[object, Tensor] = {}
     weights: dict[Layer, Tensor] = {}
     for layer in dict.fromkeys(sparse.values()):
-        memory: object = layer
-        if isinstance(layer, CompressedLinear) and has_dense_integers(layer) and adapter_of(layer) is None and layer.values.numel():
-            memory = place(layer.values)  # an embedding and a head that share their integers are tied there too
-        if memory not in made:
-            made[memory] = _dense_weight(layer, gatherer)
-        weights[layer] = made[memory]
+        # an embedding and a head that share their integers are tied there too
+        key: object = weight_key(layer) if isinstance(layer, CompressedLinear) else layer
+        if key not in made:
+            made[key] = _dense_weight(layer, gatherer)
+        weights[layer] = made[key]
     tensors, patterns = plain_state(model), {}
     for name, layer in sparse.items():
         adapted = adapter_of(layer) is not None

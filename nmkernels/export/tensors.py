@@ -21,7 +21,6 @@ from ..nn.compressed import CompressedLinear
 from ..nn.experts import CompressedStack, StackedWeight, layer_name
 from ..nn.weight import NMWeight
 from ..pattern import CheckpointError
-from ..shards import local
 from ..timing.table import regular_size
 
 Layer = NMWeight | CompressedLinear | CompressedStack
@@ -110,11 +109,6 @@ def write(path: str | os.PathLike[str], tensors: dict[str, Tensor], metadata: di
         raise
     except (KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: safetensors refuses to write this model: {error}.") from error
-
-
-def place(tensor: Tensor) -> tuple[object, ...]:
-    """A key that is equal for two tensors that are the same memory, unless they are empty or on the meta device."""
-    return tensor.device, local(tensor).data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 MAX_QUOTED = 200

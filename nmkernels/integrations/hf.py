@@ -43,11 +43,11 @@ from .. import integrations, ops
 from ..export.card import METHOD, config_entry, first_of, format_version, integers_of, is_dense, patterns_of, write_card
 from ..export.plan import BUFFERS, STACKS, announce, check_filled, home_of
 from ..export.safetensors import VERSION, described, table
-from ..export.tensors import Layer, place, sparse_layers, weight_name
+from ..export.tensors import Layer, sparse_layers, weight_name
 from ..layouts import CONV2D, as_matrix, ordered
 from ..nn.compress import check_values, compressed_like, decompress_
 from ..nn.compressed import LAYOUTS, CompressedLinear, CompressedPart
-from ..nn.dense import dense_layout
+from ..nn.dense import dense_layout, too_large
 from ..nn.experts import CompressedStack, child_name, compress_stacks_, compressed_stack
 from ..nn.swap import after_swap, post_swap_hooks, replace_each_
 from ..nn.weight import NMWeight
@@ -55,6 +55,7 @@ from ..ops import Compressed
 from ..ops.integers import BITS, GROUPS
 from ..pattern import CheckpointError, OptionError, Pattern, PatternError, PatternLike, RecipeError
 from ..recipes import Report
+from ..shards import place
 from ..train.layer_names import check_names, skips
 from ..train.report import Entry
 from ..train.sparsify import LayerCandidate, check_groups, select
@@ -320,6 +321,8 @@ class NMQuantizer(HfQuantizer):
                 if config.values is not None and c.layout != CONV2D:
                     packed = ops.quantize_values(packed, config.values, config.group)
                 layer = compressed_like(c.module, packed, c.layout, config.keep_dense)
+            if config.values is not None and (problem := too_large(stored, config.values, layer.dense)):
+                raise CheckpointError(f"{key!r} has {problem}.")
             self._put(model, c.name, c.module, layer)
             self._layers[c.name] = layer
             missing_keys.discard(key)

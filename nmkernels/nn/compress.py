@@ -22,7 +22,7 @@ from .chains import channel_parameters, find_chains, reorder_
 from .classes import computed_by
 from .compressed import CompressedLinear, CompressedPart
 from .conv import CompressedConv2d
-from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers
+from .dense import CompressedEmbedding, dense_integers, dense_layers, dense_layout, has_dense_integers, too_large, weight_key
 from .experts import (
     CompressedExperts,
     CompressedStack,
@@ -97,8 +97,8 @@ def compress_(
 
     Raises:
         RecipeError: a layer is not finished, its weight is not N:M or is sharded by ``fully_shard``, has other integers already, or has NaN
-            or infinite values to round; or the model has no sparse layer, or cannot run on ``data``; or ``dense`` names no dense layer, or
-            one that cannot be rounded.
+            or infinite values to round, or values that overflow once rounded; or the model has no sparse layer, or cannot run on
+            ``data``; or ``dense`` names no dense layer, or one that cannot be rounded.
         OptionError: ``values`` is unknown or missing, or ``group`` does not fit a layer.
         ShapeError: a rank's part does not have whole bytes of indices or integers.
 
@@ -243,12 +243,21 @@ def check_rounding(verb: str, name: str, layer: Rounded, values: Any, group: int
     group_of(what, values, group, layer.pattern, cols)
     if weights.is_meta:
         raise RecipeError(f"{what} has no data to round: its weight is on the meta device, or offloaded.")
-    if not isinstance(weights, FakeTensor) and not bool(weights.isfinite().all()):
-        raise RecipeError(f"{what} has NaN or infinite values, which no integers with a step can hold.")
+    if not isinstance(weights, FakeTensor):
+        if not bool(weights.isfinite().all()):
+            raise RecipeError(f"{what} has NaN or infinite values, which no integers with a step can hold.")
+        if problem := too_large(weights, values, lambda: _nearest(layer, values, group).dense(weights.dtype)):
+            raise RecipeError(f"{what} has {problem}.")
     sharded = isinstance(layer, NMWeight) and is_sharded(layer.weight)
     along = split_along(layer.weight, layer.layout) if sharded else getattr(layer, "split", "")
     if values == "int4" and layer.pattern.kept(cols) % 2 and along == IN:
         raise ShapeError(f"{what} has {layer.pattern.kept(cols)} values per row on each rank, which would cut a byte of two in half.")
+
+
+def _nearest(layer: Rounded, values: str, group: int | None) -> ops.Compressed:
+    """The weight of ``layer`` rounded to the nearest integers."""
+    weight = ops.compress(layer.grouped.detach(), layer.pattern) if isinstance(layer, NMWeight) else layer.weight
+    return ops.quantize_values(weight, values, group)
 
 
 def _checked(name: str, layer: NMWeight) -> ops.Compressed | None:
@@ -384,7 +393,7 @@ def decompress_(model: nn.Module) -> nn.Module:
             raise RecipeError("decompress_: the model itself is one compressed layer and cannot be replaced in place; use its dense().")
     for module in [module for module in model.modules() if isinstance(module, CompressedExperts)]:
         expand_stacks_(module)
-    tied: dict[int, nn.Parameter] = {}
+    tied: dict[object, nn.Parameter] = {}
     replace_each_(model, {layer: _decompressed(layer, tied) for _, layer in layers.values() if isinstance(layer, CompressedLinear)})
     if layers:
         after_swap(model)
@@ -392,16 +401,13 @@ def decompress_(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _decompressed(layer: CompressedLinear, tied: dict[int, nn.Parameter]) -> nn.Module:
-    """``tied``: the dense weights of layers without an adapter, by the address of their integers, which two layers may share."""
-    memory, adapter = layer.values.data_ptr() or id(layer), layer.adapter
-    if adapter is not None or memory not in tied:
+def _decompressed(layer: CompressedLinear, tied: dict[object, nn.Parameter]) -> nn.Module:
+    """``tied``: the dense weights made so far, by ``weight_key``."""
+    key, adapter = weight_key(layer), layer.adapter
+    if key not in tied:
         weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
-        parameter = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
-        if adapter is None:
-            tied[memory] = parameter
-    else:
-        parameter = tied[memory]
+        tied[key] = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
+    parameter = tied[key]
     sizes = layer.in_features, layer.out_features
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):

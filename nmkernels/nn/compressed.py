@@ -18,11 +18,12 @@ from ..gemm.forms import forms
 from ..gemm.methods import AS_FLOAT32, DENSE, EXPAND, OP, run
 from ..gemm.problem import Problem
 from ..layouts import CONV1D, CONV2D, EMBEDDING, LINEAR, matrix_shape
-from ..ops.compress import counts_writes
+from ..ops.compress import PLAIN, counts_writes
 from ..ops.integers import kind_of, nm_linear_integers
 from ..ops.linear import nm_linear, operand_for
 from ..ops.pack import positions
 from ..pattern import DtypeError, Pattern, RecipeError, ShapeError
+from ..reference import unpack_indices
 from ..shards import local
 from ..timing import TABLE
 from .adapter import ADAPTER, adapter_of, add_adapter, set_adapter
@@ -321,7 +322,7 @@ class CompressedLinear(nn.Module):
         self._direct = Routes()
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        problem = other_kind(self.values, state_dict, prefix)
+        problem = other_kind(self.values, state_dict, prefix) or other_pattern(self, state_dict, prefix)
         if problem:
             rest[-1].append(problem)  # torch's list of errors
         else:
@@ -438,23 +439,42 @@ def is_order(columns: Tensor, count: int) -> bool:
     return plausible and (columns.is_meta or torch.equal(columns.sort().values.long(), torch.arange(count, device=columns.device)))
 
 
+def index_problem(indices: Tensor, pattern: Pattern, cols: int) -> str:
+    """What is wrong with packed ``indices`` of ``cols`` columns; empty if they increase within each group and are below M, and spare bits
+    are 0, as the kernels require."""
+    n, bits, count = pattern.n, pattern.index_bits, pattern.kept(cols)
+    spare = indices.shape[-1] * 8 - count * bits
+    if spare and indices.numel() and int(indices[..., -1].max()) >> (8 - spare):
+        return "the spare bits of a row's last index byte are not 0"
+    increase = True
+    if not spare and (8 % (n * bits) == 0 or n * bits % 8 == 0):  # in 1/20 of the time: check each of the 256 values of a byte once
+        if n * bits > 8:
+            groups = indices.unflatten(-1, (-1, n * bits // 8))
+            increase = bool((groups[..., :-1] >> (8 - bits) < groups[..., 1:] & ((1 << bits) - 1)).all())
+        indices, count = torch.bincount(indices.flatten(), minlength=256).nonzero().to(torch.uint8), 8 // bits
+    positions = unpack_indices(indices, bits, count).unflatten(-1, (-1, min(n, count))).short()
+    if positions.numel() and int(positions.max()) >= pattern.m:
+        return f"index {int(positions.max())} is out of range for groups of {pattern.m}"
+    return "" if increase and bool((positions.diff(dim=-1) > 0).all()) else "the indices of a group do not increase"
+
+
 def uncast(module: Any, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``fn`` as ``nn.Module._apply`` of a compressed ``module`` takes it: integers and their steps are moved and not cast, and the dtype of
-    the dense layer is cast instead.
+    """``fn`` as ``nn.Module._apply`` of a compressed ``module`` takes it: indices, integers and their steps are moved and not cast (which
+    ``module.type`` does to them). With integers the dtype of the dense layer is cast instead.
     """
     step = module._buffers.get("step")
-    if step is None:
-        return fn
-    constants = step, module.values, module.indices
-    module._dtype = fn(step.new_empty(0, dtype=module._dtype)).dtype
+    constants = [module._buffers.get(name) for name in ("indices", "columns", *(() if step is None else ("values", "step")))]
+    shared = step is not None and module.pattern.m == 1  # perhaps by an embedding and the output head tied to it
+    if step is not None:
+        module._dtype = fn(step.new_empty(0, dtype=module._dtype)).dtype
 
     def moved(tensor: Tensor) -> Tensor:
         new = fn(tensor)
         if not any(tensor is one for one in constants):
             return new
         new = tensor.to(new.device) if new.dtype != tensor.dtype else new
-        if module.pattern.m == 1 and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
-            tensor.data = new  # as torch moves Parameters: an embedding and the output head tied to it have the same tensors
+        if shared and torch._has_compatible_shallow_copy_type(tensor, new) and not tensor.is_inference():
+            tensor.data = new  # as torch moves Parameters
             return tensor
         return new
 
@@ -471,6 +491,19 @@ def other_kind(values: Tensor, state_dict: Mapping[str, Any], prefix: str) -> st
     return (
         f"{prefix}values are {stored_kind} in the state dict and {kind} in this layer, and loading converts neither. Build a model "
         f"with {stored_kind} values, by nm.compress_(model{how}), or load a file by nm.load_compressed."
+    )
+
+
+def other_pattern(layer: Any, state_dict: Mapping[str, Any], prefix: str) -> str:
+    """The error message where ``state_dict`` has indices that no weight of the pattern of ``layer`` has; empty if it has not."""
+    stored: Any = state_dict.get(f"{prefix}indices")
+    # torch reports another shape; fake tensors have no data
+    if type(stored) not in PLAIN or stored.is_meta or stored.dtype != torch.uint8 or stored.shape != layer.indices.shape:
+        return ""
+    problem = index_problem(stored, layer.pattern, layer.in_features) if stored.numel() else ""
+    return problem and (
+        f"{prefix}indices do not fit the pattern {layer.pattern} of this layer ({problem}): build a model with the pattern of the state "
+        "dict, or load a file by nm.load_compressed."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch._subclasses import FakeTensor
 from .. import ops
 from ..arguments import skips
 from ..gemm.problem import Problem
-from ..layouts import CONV1D, EMBEDDING, LINEAR, matrix_shape
+from ..layouts import CONV1D, EMBEDDING, LINEAR, as_matrix, matrix_shape
 from ..ops.compress import group_of
 from ..ops.integers import BITS, nm_dequantize_values
 from ..pattern import OptionError, Pattern, PatternError, RecipeError
-from ..shards import is_sharded
+from ..shards import is_sharded, place
 from .classes import class_of, computed_by
 from .compressed import CompressedLinear
 from .swap import is_conv1d
@@ -100,6 +100,13 @@ def has_dense_integers(module: nn.Module) -> bool:
     return isinstance(module, CompressedLinear) and module.pattern.m == 1 and "step" in module._buffers
 
 
+def weight_key(layer: CompressedLinear) -> object:
+    """A key that is equal for layers whose dense weights are one tensor: dense integers that an embedding and an output head share."""
+    if not has_dense_integers(layer) or layer.adapter is not None or layer.order is not None or not layer.values.numel():
+        return layer
+    return place(layer.values), place(layer.step), layer.dtype, layer.shape, layer.layout == CONV1D
+
+
 def dense_layout(module: nn.Module) -> str:
     """The layout of the weight of ``module`` if it is a dense layer whose weight can be integers; else empty."""
     if isinstance(module, (NMWeight, CompressedLinear)):
@@ -128,12 +135,28 @@ def why_not_dense(module: nn.Module, values: str, group: int | None) -> str:
     if not weight.numel():
         return "its weight is empty"
     try:
-        group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
+        group = group_of("", values, group, DENSE, matrix_shape(weight.shape, dense_layout(module))[1])
     except OptionError as error:
         return str(error).removeprefix(": ").rstrip(".")
-    if type(weight.detach()) is Tensor and not weight.is_meta and not bool(weight.isfinite().all()):
+    if type(weight.detach()) is not Tensor or weight.is_meta:
+        return ""
+    if not bool(weight.isfinite().all()):
         return "its weight has NaN or infinite values, which no integers with a step can hold"
-    return ""
+    matrix = as_matrix(weight.detach(), dense_layout(module))
+    problem = too_large(matrix, values, lambda: dense_integers(matrix, values, group).dense(matrix.dtype))
+    return problem and f"it has {problem}"
+
+
+def too_large(weight: Tensor, values: str, decoded: Callable[[], Tensor]) -> str:
+    """What is wrong if ``decoded()``, ``weight`` rounded to integers, overflows its dtype, as a part of a sentence; else empty. Rounding
+    adds a few percent, so only weights near the largest number are decoded."""
+    low, high = weight.aminmax() if weight.numel() else (0.0, 0.0)
+    largest, dtype = max(-float(low), float(high)), weight.dtype
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)  # integers are decoded in fp32
+    if largest <= limit / 2 or bool(decoded().isfinite().all()):
+        return ""
+    way = "cast the model to torch.bfloat16" if dtype == torch.float16 else "scale them down"
+    return f"weights of up to {largest:.4g}, which rounded to {values} overflow {dtype}; {way} first, or keep floating-point values"
 
 
 def dense_layers(verb: str, model: nn.Module, names: Sequence[str], values: str | None, group: int | None) -> dict[str, nn.Module]:

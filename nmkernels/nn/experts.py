@@ -24,7 +24,7 @@ from ..gemm.choose import Routes
 from ..layouts import EXPERTS, EXPERTS_T, REDUCED, as_matrix, as_stored, ordered
 from ..pattern import NMError, Pattern, PatternLike, ShapeError
 from .classes import change_class_, class_of
-from .compressed import CompressedLinear, other_kind, uncast
+from .compressed import CompressedLinear, other_kind, other_pattern, uncast
 from .weight import NMWeight, warn_if_changed
 
 PREFIX = "nm_"
@@ -281,6 +281,8 @@ class CompressedStack(nn.Module):
     @property
     def weight(self) -> ops.Compressed:
         """The compressed matrices one below the other, ``(E·out, in)``, as a view of the module's buffers."""
+        if not self.indices.numel() and self.indices.device != self.values.device:  # as in CompressedLinear
+            self.indices = torch.empty_like(self.indices, device=self.values.device)
         shape, step = (self.experts * self.out_features, self.in_features), self._buffers.get("step")
         parts = self.values.flatten(0, 1), self.indices.flatten(0, 1)
         return ops.Compressed(*parts, self.pattern, shape, None if step is None else step.flatten(0, 1))
@@ -331,7 +333,7 @@ class CompressedStack(nn.Module):
         self._layers = Routes()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        problem = other_kind(self.values, state_dict, prefix)
+        problem = other_kind(self.values, state_dict, prefix) or other_pattern(self, state_dict, prefix)
         if problem:
             rest[-1].append(problem)  # torch's list of errors
         else:

@@ -796,11 +796,13 @@ def test_what_cannot_be_pruned_is_refused(dense_folders: dict[str, Path], tmp_pa
     with pytest.raises(RecipeError, match="(?s)no layer of LlamaForCausalLM can be made 2:4 sparse.*named in skip"):
         loaded(folder, quantization_config=NMConfig("2:4", skip="*"))
     model = built("llama")
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 3] = float("nan")
-    model.save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="conversion"):
-        loaded(tmp_path, quantization_config=NMConfig("2:4"))
+    for wrong, config in ((float("nan"), NMConfig("2:4")), (65504.0, NMConfig("2:4", values="int8"))):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[3, 3] = wrong
+        model.save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="conversion"):
+            loaded(tmp_path, quantization_config=config, dtype=torch.float16)
+    assert loaded(tmp_path, quantization_config=config).dtype == torch.float32, "where 65504 is not too large"
 
 
 def test_layers_that_the_checkpoint_lacks_stay_dense(dense_folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from torch import nn
 
 import nmkernels as nm
 from nmkernels.nn.compressed import is_order
+from nmkernels.nn.conv import CompressedConv2d
+from nmkernels.nn.experts import CompressedStack
 from nmkernels.testing import assert_no_worse, equal_bits
 from python_tests import naive
 from python_tests.copy_model import COPY_METHODS, copy_model
@@ -107,10 +109,58 @@ def test_casts_and_copies():
     assert equal_bits(layer.weight.dense(), w.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("kind", [nm.CompressedLinear, CompressedConv2d, CompressedStack])
+def test_type_casts_values_only(kind):
+    layer = made_of(kind, nm.ops.compress(torch.randn(12, 16), "2:4"))
+    if kind is nm.CompressedLinear:
+        layer.register_buffer("columns", torch.randperm(16).int())
+    held = {name: t.clone() for name, t in layer.named_buffers()}
+    want = layer.dense().half()
+    assert layer.type(torch.float16) is layer and equal_bits(layer.dense(), want) and layer.dtype == torch.float16
+    for name, t in layer.named_buffers():
+        assert name == "values" or (equal_bits(t, held[name]) and t.dtype == held[name].dtype)
+
+
 def test_a_state_dict_without_values_misses_them():
     layer, w, _ = layer_of()
     assert set(layer.load_state_dict({}, strict=False).missing_keys) == {"values", "indices", "bias"}
     assert equal_bits(layer.weight.dense(), w)
+
+
+def made_of(kind, weight):
+    """A layer of ``kind`` with ``weight``, a matrix."""
+    return kind(weight, *{CompressedConv2d: (1,), CompressedStack: (2,)}.get(kind, ()))
+
+
+@pytest.mark.parametrize("kind", [nm.CompressedLinear, CompressedConv2d, CompressedStack])
+@pytest.mark.parametrize(("theirs", "own"), [("1:2", "2:4"), ("2:4", "1:2"), ("4:8", "8:16"), ("1:8", "2:16"), ("3:6", "4:8")])
+def test_a_state_dict_of_another_pattern_is_refused(kind, theirs, own):
+    source, layer = (made_of(kind, nm.ops.compress(torch.randn(4, 96), pattern)) for pattern in (theirs, own))
+    state, held = source.state_dict(), {name: t.clone() for name, t in layer.named_buffers()}
+    assert state["indices"].shape == layer.indices.shape, "otherwise torch refuses it"
+    for options in ({}, {"strict": False}, {"assign": True}):
+        with pytest.raises(RuntimeError, match=f"0.indices do not fit the pattern {own} of this layer .*: build a model with the pattern"):
+            nn.Sequential(layer).load_state_dict({f"0.{name}": t for name, t in state.items()}, **options)
+        assert all(equal_bits(t, held[name]) for name, t in layer.named_buffers())
+
+
+@pytest.mark.parametrize("pattern", ["1:1", "2:3", "2:4", "4:4", "3:6", "1:8", "4:8", "8:16", "4:32"])
+@pytest.mark.parametrize("kind", [nm.CompressedLinear, CompressedConv2d, CompressedStack])
+def test_state_dicts_of_the_same_pattern_load(kind, pattern):
+    w = torch.randn(4, 96)
+    full = nm.ops.compress(w, pattern)
+    few = nm.ops.compress(w, pattern, mask=(torch.rand(4, 96) < 0.3) & (full.dense() != 0))  # groups with fewer than N weights
+    n, m = full.pattern.n, full.pattern.m
+    wide = nm.ops.compress(F.pad(w, (0, -96 % m + m)), pattern)
+    short = nm.ops.Compressed(wide.values, wide.indices, wide.pattern, (4, wide.shape[1] - m + n))  # the last group has N columns
+    for weight in (full, few) if kind is CompressedConv2d else (full, few, short, nm.ops.quantize_values(full)):
+        source = made_of(kind, weight)
+        layer = copy.deepcopy(source).to("meta")
+        layer.load_state_dict(layer.state_dict())
+        layer.load_state_dict(source.state_dict(), assign=True)
+        assert equal_bits(layer.dense(), source.dense())
+        layer.load_state_dict(copy.deepcopy(layer).to("meta").state_dict(), assign=True)
+        assert layer.values.is_meta
 
 
 def test_compile_equals_eager():

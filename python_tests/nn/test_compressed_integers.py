@@ -307,6 +307,27 @@ def test_compress_refuses_to_round_and_changes_nothing() -> None:
         assert [type(m) for m in model.modules()] == kinds and all(equal_bits(v, state[k]) for k, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("already", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fits", "overflows", "way"), [(torch.float16, 60000, 65504, "cast .*bfloat16"), (torch.float64, 2e38, 1e300, "scale")]
+)
+@pytest.mark.parametrize("values", ["int8", "int4"])
+def test_weights_that_overflow_once_rounded_are_refused(
+    values: str, dtype: torch.dtype, fits: float, overflows: float, way: str, already: bool
+) -> None:
+    model = finished(nn.Linear(64, 16), nn.Linear(64, 16)).to(dtype)
+    for layer, size in zip(model, (fits, overflows), strict=True):
+        layer.weight.data[0, layer.weight[0].ne(0)] = size
+    model = nm.compress_(model) if already else model
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    said = f"layer '1' has weights of up to .*, which rounded to {values} overflow {dtype}; {way}.* first, or keep floating-point values"
+    with pytest.raises(nm.RecipeError, match=said):
+        nm.compress_(model, values=values)
+    assert all(equal_bits(t, state[name]) for name, t in model.state_dict().items())
+    layer = nm.compress_(nn.Sequential(model[0]), values=values)[0]
+    assert layer.weight.kind == values and layer.dense().isfinite().all()
+
+
 def test_convolutions_stay_floating_point() -> None:
     model = finished(nn.Conv2d(32, 32, 3), nn.Flatten(), nn.Linear(32, 32))
     with pytest.warns(UserWarning, match="compress_: convolutions keep floating-point values, not int8: 0"):

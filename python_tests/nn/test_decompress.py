@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import nmkernels as nm
+from nmkernels.export.tensors import read
 from nmkernels.nn import CompressedLinear, decompress_
 from nmkernels.nn.swap import post_swap_hooks
 from nmkernels.pattern import RecipeError
@@ -56,6 +57,27 @@ def test_adapters_are_folded_and_orders_undone():
     dense = decompress_(nn.Sequential(copy.deepcopy(layer)))[0]
     torch.testing.assert_close(dense(x), layer(x))
     assert type(dense) is nn.Linear and [name for name, _ in dense.named_parameters()] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("values", [None, "int8"])
+def test_layers_of_one_memory_keep_weights_of_their_own(values, tmp_path):
+    whole = nm.ops.compress(torch.randn(16, 16), "2:4" if values is None else "1:1")
+    whole = whole if values is None else nm.ops.quantize_values(whole, values)
+    half = nm.ops.Compressed(whole.values[:8], whole.indices[:8], whole.pattern, (8, 16), None if values is None else whole.step[:8])
+    orders = [torch.arange(16).roll(1), torch.arange(16).flip(0)]
+    layers = [CompressedLinear(whole), *(CompressedLinear(whole, columns=order) for order in orders), CompressedLinear(half)]
+    if values is not None:
+        other_step = nm.ops.Compressed(whole.values, whole.indices, whole.pattern, (16, 16), whole.step * 2)
+        layers += [CompressedLinear(other_step), CompressedLinear(whole, dtype=torch.float64)]
+    model, x = nn.Sequential(*layers), torch.randn(3, 16)
+    stored = nn.Sequential(*layers, CompressedLinear(whole, layout="conv1d"))
+    nm.save_dense(stored, tmp_path / "dense.safetensors")
+    file, want = read(tmp_path / "dense.safetensors").tensors, [layer.dense() for layer in layers]
+    assert equal_bits(file[f"{len(layers)}.weight"], whole.dense().t().contiguous())
+    outputs = [layer(x) for layer in layers]
+    for number, dense in enumerate(nm.densify_(model)):
+        assert equal_bits(dense.weight.detach(), want[number]) and equal_bits(file[f"{number}.weight"], want[number])
+        torch.testing.assert_close(dense(x.to(dense.weight.dtype)).float(), outputs[number])
 
 
 def test_decompress_refuses_before_changing_anything():

@@ -175,6 +175,7 @@ def refused(change: Any, match: str, **options: Any) -> Any:
         refused(None, "pass values='int8' or 'int4' with it", values="float"),
         refused(None, "group=100 does not divide 192 columns", group=100),
         refused(lambda m: m.embed.weight.data[3].fill_(float("nan")), "NaN or infinite values"),
+        refused(lambda m: m.half().embed.weight.data[3].fill_(65504), "'embed' .* it has weights of up to 6.55e.04, which rounded to int8"),
         refused(lambda m: m.embed.__setattr__("max_norm", 1.0), "set max_norm = None once training is over"),
         refused(lambda m: m.__setattr__("embed", Scaled(IDS, WIDTH)), "it is a Scaled, which may do more"),
         refused(lambda m: m.__setattr__("other", Other(m.embed.weight)), "shares its weight with 'other', a Other", dense=["head"]),

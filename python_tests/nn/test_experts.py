@@ -266,6 +266,15 @@ def test_a_stack_notices_uncounted_writes():
     assert torch.allclose(stack.double()(x.double(), counts).float(), before, atol=1e-6)
 
 
+@pytest.mark.parametrize("pattern", ["1:1", "2:4"])
+def test_a_stack_of_integers_loads_from_the_meta_device(pattern):
+    stack = CompressedStack(ops.quantize_values(ops.compress(torch.randn(3 * 4, 8), pattern)), experts=3)
+    x, counts, state = torch.randn(5, 8), [2, 0, 3], copy.deepcopy(stack.state_dict())
+    y = stack(x, counts)
+    stack.to("meta").load_state_dict(state, assign=True)
+    assert torch.equal(stack(x, counts), y) and repr(stack) and not stack.dense().is_meta
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("names", [NAMES, NAMES[:1], NAMES[1:]], ids=["both", "first", "last"])
 def test_compressed_equals_dense(kind, names):
