@@ -408,7 +408,7 @@ def _decompressed(layer: CompressedLinear, tied: dict[object, nn.Parameter]) -> 
         weight = layer.dense() if adapter is None else folded(layer.dense(), *adapter)
         tied[key] = nn.Parameter(as_stored(weight, layer.layout, layer.stored_shape).contiguous())
     parameter = tied[key]
-    sizes = layer.in_features, layer.out_features
+    sizes, bias = (layer.in_features, layer.out_features), layer.bias
     dense: nn.Module
     if isinstance(layer, CompressedConv2d):
         geometry = layer.kernel_size, layer.stride, layer.padding, layer.dilation
@@ -419,6 +419,8 @@ def _decompressed(layer: CompressedLinear, tied: dict[object, nn.Parameter]) -> 
 
         with torch.device("meta"):
             dense = Conv1D(*reversed(sizes))
+        if bias is None:  # Conv1D adds one always
+            bias = nn.Parameter(parameter.new_zeros(sizes[1]))
     elif isinstance(layer, CompressedEmbedding):
         frequent = layer.scale_grad_by_freq
         dense = nn.Embedding(*layer.shape, layer.padding_idx, scale_grad_by_freq=frequent, sparse=layer.sparse, device="meta")
@@ -426,6 +428,6 @@ def _decompressed(layer: CompressedLinear, tied: dict[object, nn.Parameter]) -> 
         dense = nn.Linear(*sizes, False, device="meta")
     dense.register_parameter("weight", parameter)
     if layer.layout != EMBEDDING:
-        dense.register_parameter("bias", layer.bias)
+        dense.register_parameter("bias", bias)
     dense.__dict__.update({name: layer.__dict__[name] for name in HOOKS})
     return dense.train(layer.training)

@@ -1,6 +1,7 @@
 """decompress_ and densify_: from compressed layers back to the dense ones that compute the same. Experts: test_experts.py."""
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -69,13 +70,14 @@ def test_layers_of_one_memory_keep_weights_of_their_own(values, tmp_path):
     if values is not None:
         other_step = nm.ops.Compressed(whole.values, whole.indices, whole.pattern, (16, 16), whole.step * 2)
         layers += [CompressedLinear(other_step), CompressedLinear(whole, dtype=torch.float64)]
-    model, x = nn.Sequential(*layers), torch.randn(3, 16)
-    stored = nn.Sequential(*layers, CompressedLinear(whole, layout="conv1d"))
-    nm.save_dense(stored, tmp_path / "dense.safetensors")
-    file, want = read(tmp_path / "dense.safetensors").tensors, [layer.dense() for layer in layers]
-    assert equal_bits(file[f"{len(layers)}.weight"], whole.dense().t().contiguous())
+    layers += [CompressedLinear(whole, layout="conv1d")]
+    nm.save_dense(nn.Sequential(*layers), tmp_path / "dense.safetensors")
+    file, want, x = read(tmp_path / "dense.safetensors").tensors, [layer.dense() for layer in layers], torch.randn(3, 16)
+    want[-1] = want[-1].t().contiguous()
+    if importlib.util.find_spec("transformers") is None:
+        layers.pop()
     outputs = [layer(x) for layer in layers]
-    for number, dense in enumerate(nm.densify_(model)):
+    for number, dense in enumerate(nm.densify_(nn.Sequential(*layers))):
         assert equal_bits(dense.weight.detach(), want[number]) and equal_bits(file[f"{number}.weight"], want[number])
         torch.testing.assert_close(dense(x.to(dense.weight.dtype)).float(), outputs[number])
 
