@@ -33,8 +33,9 @@ def run(args: argparse.Namespace) -> int:
 
         from ..prune.disk import class_of
     except ImportError as error:
-        raise NMError(f"convert needs transformers 5 and safetensors: {error}.") from error
+        raise NMError(f"convert needs transformers 5, accelerate and safetensors: {error}.") from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     kind, settings = class_of(args.model, read_config(args.model))
     with torch.device("meta"):
         model = kind(settings)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..export.card import CARD, HEADING, METHOD, integers_of, patterns_of
 from ..export.compressed_tensors import Packed, check_table, write_pack_quantized
-from ..export.folders import CONFIG, carry_over, check_out
+from ..export.folders import CONFIG, carry_over, check_complete, check_out
 from ..export.plan import BUFFERS, announce, check_filled
 from ..export.safetensors import opened
 from ..export.stream import SHARD
@@ -52,9 +52,13 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         RecipeError: a layer has no form in the format.
     """
     try:
+        import transformers
+
         from ..prune.disk import class_of
     except ImportError as error:
-        raise NMError(f"export needs transformers 5 and safetensors: {error}.") from error
+        raise NMError(f"export needs transformers 5, accelerate and safetensors: {error}.") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     config = _config(source)
     check_out(source, out)
     contents, table = opened(source)
@@ -65,6 +69,7 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
     announced = announce(source, modules, table)
     check_table(table, VERB)
     layers = {name: _read(source, name, entry, announced[modules[name], "weight"][1], contents.tensors) for name, entry in table.items()}
+    check_complete(source, model, {**contents.tensors, **{f"{name}.weight": modules[name].get_parameter("weight") for name in layers}})
     left: list[str] = []
 
     def describe(work: Path) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import capability
 from ..export.card import own_class
 from ..export.folders import check_out
+from ..export.tensors import first_line
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
-from ..prune.data import first_line
 from ..prune.progress import Progress
 from . import by_text, positive
 from .samples import SHORTEST, draw, read

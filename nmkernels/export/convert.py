@@ -29,7 +29,7 @@ from ..recipes.existing import LOOKED_FOR, existing_pattern
 from ..train.report import starred
 from ..train.sparsify import TIED, LayerCandidate, candidates
 from .card import CARD, METHOD, config_entry, write_card
-from .folders import CONFIG, REPORT, carry_over, check_out, check_weights, parts_of, read_config
+from .folders import CONFIG, REPORT, carry_over, check_complete, check_out, check_weights, parts_of, read_config
 from .foreign import SCALED, bitmask, damaged, keeps_steps, marlin24, masked
 from .plan import announce, check_filled
 from .safetensors import HUGGING_FACE, described, table
@@ -77,7 +77,7 @@ def convert_folder(
         progress: called with (done, total, what).
 
     Raises:
-        CheckpointError: the folder is damaged, has another format, or no layer with N:M zeros. ``out`` is then as it was.
+        CheckpointError: the folder is damaged or incomplete, has another format, or no layer with N:M zeros. ``out`` is then as it was.
     """
     source, out = Path(model_dir), Path(out)
     check_out(source, out)
@@ -184,10 +184,6 @@ class _Run:
             c = able.get(layer.name)
             layer.reason = TIED if layer.name in tied else c.impossible if c else f"{type(self.model).__name__} has no such linear layer"
             layer.candidate = None if layer.reason else c
-        kinds = {starred(name) for name in self.layers}
-        lost = next((name for name in able if starred(name) in kinds and name not in self.layers and name not in tied), None)
-        if lost is not None:
-            raise damaged(lost, "the files lack its weight, and have that of the same layer of another block; download the folder again")
         for number, file in enumerate(self.files):
             self.say(number, len(self.files), f"reading {file}")
             contents = read(self.source / file)
@@ -211,6 +207,10 @@ class _Run:
             forms = {name: t for layer in self._in(file) for name, t in layer.forms.items()}
             if kept or forms:
                 self.outputs[file] = {**({} if self.outputs else guard), **forms, **kept}
+        packed = {name for layer in self.layers.values() if layer.entry is not None for name in layer.forms}
+        written = {name: t for forms in self.outputs.values() for name, t in forms.items() if name not in packed}
+        dense = {f"{name}.weight": self.model.get_parameter(f"{name}.weight") for name in self.entries}
+        check_complete(self.source, self.model, written | dense)
 
     def _find(self) -> None:
         """All layers, by name, and what is left out."""

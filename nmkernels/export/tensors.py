@@ -136,6 +136,12 @@ def shortened(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a message, or the error's type, without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".")
+
+
 def parse(text: str | bytes) -> Any:
     """Parse JSON strictly: duplicate names, NaN and infinity are errors."""
     try:

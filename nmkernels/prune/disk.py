@@ -18,12 +18,11 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..export.card import own_class
 from ..export.folders import CONFIG, check_weights, read_config
-from ..export.tensors import shortened
+from ..export.tensors import first_line, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
 from ..train.sparsify import LayerCandidate
-from .data import first_line
 from .prune import remove_hooks_
 from .relay import block_lists, on_device
 

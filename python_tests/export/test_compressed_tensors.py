@@ -441,11 +441,16 @@ def damaged(folder: Path, change) -> None:
     save_file(tensors, folder / "model.safetensors", about)
 
 
-Q = "model.layers.0.self_attn.q_proj"
+Q, EMBED = "model.layers.0.self_attn.q_proj", "model.embed_tokens.weight"
 WRONG = {
     "missing": (lambda f: shutil.rmtree(f), "does not exist; pass a folder that save_pretrained"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config damaged": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "norm lost": (lambda f: damaged(f, lambda t, _: t.pop("model.norm.weight")), "lacks 'model.norm.weight', which LlamaForCausalLM has"),
+    "short embedding": (
+        lambda f: damaged(f, lambda t, _: t.update({EMBED: t[EMBED][:50].clone()})),
+        f"{EMBED!r} has shape (50, 256) in the files, and (96, 256) in a",
+    ),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "truncated"),
     "step missing": (lambda f: damaged(f, lambda t, a: t.pop(f"{Q}.step")), f"layer '{Q}': the file lacks its step"),
     "step of another size": (

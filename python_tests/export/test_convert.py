@@ -397,7 +397,6 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "no shape": (lambda t: t[f"{Q}.shape"].fill_(-1), r"its shape is \[-1, -1\], not that of a matrix"),
     "NaN": (lambda t: t[f"{Q}.compressed"][3, 2].fill_(torch.nan), "a value is NaN or infinite; the file is damaged"),
     "lost": (lambda t: t.pop(f"{Q}.bitmask"), "the files lack its bitmask; download the folder again"),
-    "all lost": (lambda t: [t.pop(f"{Q}.{part}") for part in ("compressed", "bitmask", "shape")], "the files lack its weight, and have"),
     "no scale": (scaled(None), "are torch.int8, and the files lack its weight_scale"),
     "NaN scale": (scaled(torch.full((64, 1), torch.nan)), "a scale is NaN or infinite"),
     "scale shape": (scaled(torch.ones(32, 1)), r"its scales have shape \(32, 1\); for 64 rows"),
@@ -417,6 +416,39 @@ def test_damage_is_one_sentence_with_the_layer(what: str, tmp_path: Path, dense_
     with pytest.raises(CheckpointError, match=f"^layer '{Q}': .*{message}"):
         converted(tmp_path / "source", tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
+
+
+INCOMPLETE: dict[str, tuple[Edit, str]] = {
+    "layer": (lambda t: [t.pop(f"{Q}.{part}") for part in ("compressed", "bitmask", "shape")], f" lacks '{Q}.weight', which Llama"),
+    "layers": (lambda t: [t.pop(key) for key in list(t) if ".q_proj." in key], f" lacks '{Q}.weight', which LlamaForCausalLM has; "),
+    "embedding": (lambda t: t.pop("model.embed_tokens.weight"), " lacks 'model.embed_tokens.weight', which"),
+    "norm": (lambda t: t.pop("model.layers.1.input_layernorm.weight"), " lacks 'model.layers.1.input_layernorm.weight', which"),
+    "head": (lambda t: t.pop("lm_head.weight"), " lacks 'lm_head.weight', which"),
+    "rows": (
+        lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:50].clone()}),
+        r": 'model.embed_tokens.weight' has shape \(50, 64\) in the files, and \(128, 64\) in a LlamaForCausalLM with this config.json; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INCOMPLETE)
+def test_incomplete_folders_are_refused(what: str, tmp_path: Path, dense_folder: Path) -> None:
+    """Which would load, with random weights for the rest."""
+    edit, message = INCOMPLETE[what]
+    source = stored(shutil.copytree(dense_folder, tmp_path / "source"), edit)
+    with pytest.raises(CheckpointError, match=f"^{source}{message}"):
+        converted(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_lost_expert_is_refused(tmp_path: Path) -> None:
+    """The files have no such name as the model's stack."""
+    folder = pruned(tmp_path / "source", "qwen3-moe")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"transformers cannot load .*source: .* during automatic conversion of the weights\.$"):
+        converted(folder, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
