@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..export.card import CARD, HEADING, METHOD, integers_of, patterns_of
+from ..export.card import CARD, ENCODING, HEADING, METHOD, integers_of, patterns_of
 from ..export.compressed_tensors import Packed, check_table, write_pack_quantized
 from ..export.folders import CONFIG, carry_over, check_complete, check_out
 from ..export.plan import BUFFERS, announce, check_filled
@@ -83,8 +83,9 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         section = SECTION.format(weights=weights, zeros=zeros, integers="; ".join(integers_of(table)))
         card = work / CARD
         if card.is_file():
-            text = card.read_text(encoding="utf-8")
-            card.write_text(re.sub(rf"^{HEADING}\n.*?(?=^## |\Z)", lambda _: section + "\n", text, flags=re.MULTILINE | re.DOTALL))
+            text = card.read_text(**ENCODING)
+            text = re.sub(rf"^{HEADING}\n.*?(?=^## |\Z)", lambda _: section + "\n", text, flags=re.MULTILINE | re.DOTALL)
+            card.write_text(text, **ENCODING)
         return config
 
     dtype = str(config.get("dtype", config.get("torch_dtype")))

@@ -28,7 +28,7 @@ from ..pattern import CheckpointError, Pattern
 from ..recipes.existing import LOOKED_FOR, existing_pattern
 from ..train.report import starred
 from ..train.sparsify import TIED, LayerCandidate, candidates
-from .card import CARD, METHOD, config_entry, write_card
+from .card import METHOD, config_entry, end_card, write_card
 from .folders import CONFIG, REPORT, carry_over, check_complete, check_out, check_weights, parts_of, read_config
 from .foreign import SCALED, bitmask, damaged, keeps_steps, marlin24, masked
 from .plan import announce, check_filled
@@ -390,8 +390,7 @@ class _Run:
                 index = {"metadata": {"total_size": facts["bytes"]["after"]}, "weight_map": dict(sorted(files.items()))}
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             write_card(folder, self.model, self.entries)
-            card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
-            (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+            end_card(folder, HOW, how(facts))
             sync(folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)

@@ -24,7 +24,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .. import ops
 from .._version import __version__
-from ..export.card import CARD, config_entry, first_of, write_card
+from ..export.card import config_entry, end_card, first_of, write_card
 from ..export.folders import CONFIG, REPORT, carry_over, check_out, parts_of
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
@@ -426,9 +426,8 @@ class _Run:
         facts = {**self._facts(perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_card(folder, model, entries)
-        card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
         picture = f"\n![errors by layer]({PICTURE})\n" if self.plot and plot_errors(self.pruning.report, folder / PICTURE) else ""
-        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}{picture}", encoding="utf-8")
+        end_card(folder, HOW, f"{how(facts)}{picture}")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
         report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()

@@ -371,7 +371,7 @@ def folder(tmp_path_factory):
     write_tokenizer(home)
     (home / "report.json").write_text("{}")
     (home / "model.gguf").write_text("the same weights")
-    (home / "README.md").write_text((home / "README.md").read_text() + "\n## How it was pruned\n\nWith care.\n")
+    (home / "README.md").write_text((home / "README.md").read_text() + "\n## How it was pruned\n\nWith ça.\n", encoding="latin-1")
     return home
 
 
@@ -387,9 +387,9 @@ def test_a_folder_is_exported(folder, tmp_path, capsys):
         assert (out / name).read_bytes() == (tmp_path / "same" / name).read_bytes(), name
     assert len(transformers.AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"]) == 2
     assert (out / "report.json").exists() and not (out / "model.gguf").exists()
-    card = (out / "README.md").read_text()
+    card = (out / "README.md").read_text(encoding="latin-1")
     assert (
-        card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With care." in card and "stored compressed" not in card
+        card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With ça." in card and "stored compressed" not in card
     )
     assert content(folder) == before
     # what is there is not overwritten

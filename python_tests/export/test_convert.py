@@ -182,6 +182,7 @@ def test_patterns_and_masks_by_layer(tmp_path: Path) -> None:
     tensors[k], tensors[v] = nm.ops.prune(tensors[k], "1:4"), torch.randn_like(tensors[v])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shutil.copytree(folder, tmp_path / "apex")
+    (tmp_path / "apex" / "README.md").write_bytes("# Modèle".encode("latin-1"))
     masks = {n.replace("weight", "__weight_mma_mask"): nm.ops.mask(tensors[n], "2:4") for n in (q, k)}
     others = {n.replace("mask", "pruned_p"): torch.zeros(2) for n in masks}
     save_file(tensors | masks | others, tmp_path / "apex" / "model.safetensors", {"format": "pt"})
@@ -189,6 +190,7 @@ def test_patterns_and_masks_by_layer(tmp_path: Path) -> None:
     assert [facts["layers"][n.removesuffix(".weight")]["now"] for n in (q, k)] == ["2:4 bfloat16", "1:4 bfloat16"]
     assert facts["left dense"][v.removesuffix(".weight")]["reason"] == "0 % of its weights are 0, in no N:M pattern"
     assert sorted(facts["dropped"]) == sorted(masks | others)
+    assert "# Modèle\n\n## N:M".encode("latin-1") in (tmp_path / "out" / "README.md").read_bytes()
     same_model(tmp_path / "out", folder)
     masks[q.replace("weight", "__weight_mma_mask")][3, :4] = torch.tensor([True, True, False, False])
     save_file(tensors | masks, tmp_path / "apex" / "model.safetensors", {"format": "pt"})

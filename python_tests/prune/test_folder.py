@@ -160,7 +160,7 @@ def test_perplexity_is_that_of_the_whole_models(tmp_path, layers, options):
 
 def test_the_folder_has_all_that_belongs_to_the_model(tmp_path):
     source = saved(tmp_path / "dense", tokenizer=True)
-    (source / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    (source / "README.md").write_bytes("---\nlicense: mit\n---\n\n# Modèle\n".encode("latin-1"))  # other bytes than UTF-8 are kept
     (source / "LICENSE").write_text("free")
     (source / "notes.bin").write_text("large")
     (source / ".cache").mkdir()
@@ -177,8 +177,8 @@ def test_the_folder_has_all_that_belongs_to_the_model(tmp_path):
     assert (done.folder / "scripts" / "own.py").is_file()
     left = json.loads((done.folder / "report.json").read_text())["not carried over"]
     assert left == ["model.fp16.safetensors", "onnx", "pytorch_model.bin"]
-    card = (done.folder / "README.md").read_text()
-    assert "license: mit" in card and "# Mine" in card and "- nmkernels" in card and 'LlamaForCausalLM.from_pretrained("out")' in card
+    card = (done.folder / "README.md").read_text(encoding="latin-1")
+    assert "license: mit" in card and "# Modèle" in card and "- nmkernels" in card and 'LlamaForCausalLM.from_pretrained("out")' in card
     assert "2:4 by `admm` on 192 tokens in 3 batches" in card and f"| {done.perplexity[1]:.3f} |" in card
     facts = json.loads((done.folder / "report.json").read_text())
     assert len(facts["layers"]) == 12 and facts["left dense"]["model.layers.1.self_attn.o_proj"] == "named in skip"
