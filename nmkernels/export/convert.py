@@ -46,7 +46,7 @@ OTHERS = re.compile(r"\.(weight|input|output|[qkv])_(scale|zero_point|g_idx|glob
 """Tensors of compressed-tensors that have no place in a model whose weights alone are quantised."""
 APEX = re.compile(r"(?:^|\.)__(\w+)_mma_(mask|pruned_p)$")
 """Buffers of apex's ASP."""
-RUN, LOCK = "run.json", ".lock"
+RUN, LOCK, RESULT = "run.json", ".lock", "result"
 HOW = "## How it was converted"
 
 Progress = Callable[[int, int, str], None]
@@ -84,7 +84,7 @@ def convert_folder(
     work = work_folder(out)
     with _owned(work):
         check_out(source, out)  # another run may have finished meanwhile
-        run = _Run(source, work, model, exact, progress or (lambda done, total, what: None), work / out.name)
+        run = _Run(source, work, model, exact, progress or (lambda done, total, what: None), work / RESULT / out.name)
         run.plan()
         run.resume()
         for number, file in enumerate(run.outputs):
@@ -109,7 +109,7 @@ def _owned(work: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if any(work.glob("*/*.safetensors")):
+        if any(work.glob(f"{RESULT}/*/*.safetensors")):
             (work / LOCK).unlink(missing_ok=True)
         else:
             shutil.rmtree(work, ignore_errors=True)
@@ -266,9 +266,9 @@ class _Run:
         with writing(self.work):
             same = before == json.loads(json.dumps(run))
             for path in self.work.iterdir():
-                if path.name != LOCK and not (same and path in (self.folder, self.work / RUN)):
+                if path.name != LOCK and not (same and path.name in (RESULT, RUN)):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         if not same:
             atomic_write(self.work / RUN, lambda temporary: temporary.write_text(json.dumps(run)))
 

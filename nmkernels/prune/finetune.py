@@ -31,7 +31,7 @@ from ..ops import Compressed, compress
 from ..pattern import CheckpointError, RecipeError
 from ..train.handle import Handle, densify_
 from .disk import class_of, load_whole
-from .folder import check_device, check_tokens, loss_of, put_in_place, work_folder
+from .folder import check_device, check_tokens, loss_of, new_result, put_in_place, work_folder
 from .methods.magnitude import Magnitude
 from .progress import Progress
 from .prune import choose, hold_
@@ -253,10 +253,8 @@ class _Tuning:
             compress_(self.model, values=values, group=group, dense=names)
         after = self.perplexity("after")
         self.progress(0, 1, f"writing {out}")
-        folder = self.work / out.name
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = new_result(self.work, out)
         with writing(folder):
-            folder.mkdir()
             carry_over(self.source, folder, {*weight_files(self.source), INDEX})
             self.model.save_pretrained(folder)
             facts = self._facts(after, sum(file.stat().st_size for file in folder.glob("*.safetensors")))

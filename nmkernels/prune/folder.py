@@ -191,6 +191,15 @@ def work_folder(out: Path, verb: str = "prune") -> Path:
     return out.parent / f".{out.name}.nmkernels-{verb}"
 
 
+def new_result(work: Path, out: Path) -> Path:
+    """An empty folder in ``work`` with the name of ``out``, which may be that of something else there."""
+    folder = work / "result" / out.name
+    with writing(folder):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return folder
+
+
 def put_in_place(folder: Path, out: Path) -> None:
     """Rename the complete ``folder`` to ``out``."""
     for path in folder.rglob("*"):
@@ -312,10 +321,7 @@ class _Run:
 
     def assemble(self, out: Path, perplexity: tuple[float, float] | None) -> tuple[int, int]:
         """Write the folder ``out``; returns the bytes of all tensors before and after."""
-        folder = self.work / out.name
-        shutil.rmtree(folder, ignore_errors=True)
-        with writing(folder):
-            folder.mkdir()
+        folder = new_result(self.work, out)
         state = self.model.state_dict()
         for key in self.model._keys_to_ignore_on_save or ():
             state.pop(key, None)

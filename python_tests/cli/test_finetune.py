@@ -185,7 +185,7 @@ def test_layers_without_zeros_are_trained_too(places, tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=config).save_pretrained(tmp_path / "1:1")
     (tmp_path / "4:4" / "README.md").write_bytes("# Modèle".encode("latin-1"))
     for name in ("4:4", "1:1"):
-        out = tmp_path / f"{name} trained"
+        out = tmp_path / f"{name} trained" / "checkpoint.pt"  # also the name of something where results are until then
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Converting a tensor with requires_grad=True to a scalar")
             facts = library.finetune_folder(tmp_path / name, ids, out, steps=2, batch=2, lr=1e-2)
@@ -194,7 +194,7 @@ def test_layers_without_zeros_are_trained_too(places, tmp_path):
         assert layers == {n: (m.pattern, m.weight.kind) for n, m in trained.named_modules() if hasattr(m, "values")}
         assert all(not equal_bits(source.get_submodule(n).values, trained.get_submodule(n).values) for n in layers)
         assert facts["values"] == (["int8"] if name == "1:1" else [])
-    assert "# Modèle\n\n## N:M".encode("latin-1") in (tmp_path / "4:4 trained" / "README.md").read_bytes()
+    assert "# Modèle\n\n## N:M".encode("latin-1") in (tmp_path / "4:4 trained" / "checkpoint.pt" / "README.md").read_bytes()
 
 
 def test_the_rate_rises_and_falls():

@@ -316,12 +316,12 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, monke
     out, done = tmp_path / "out", 0
     for moment in range(1, 2 * files + 2):
         assert forked(lambda moment=moment: converted(source, out, progress=killer(moment))) == -signal.SIGKILL
-        now = len(list(work_folder(out).glob("out/*.safetensors")))
+        now = len(list(work_folder(out).glob("result/out/*.safetensors")))
         assert not out.exists() and done <= now
         done = now
     assert done == files
     # in the middle of a file, and after the last
-    next(work_folder(out).glob("out/model-00002-*")).unlink()
+    next(work_folder(out).glob("result/out/model-00002-*")).unlink()
     for name in ("close", "write"):
         with monkeypatch.context() as patch:
             patch.setattr("nmkernels.export.convert.ShardWriter." + name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -333,6 +333,14 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, monke
         patch.setattr("nmkernels.export.convert.ShardWriter", None)
         converted(source, out)
     assert content(out) == content(tmp_path / "whole" / "out") and sorted(os.listdir(tmp_path)) == ["out", "source", "whole"]
+
+
+@pytest.mark.parametrize("name", ["writing", "run.json"])
+def test_any_name_will_do(name: str, tmp_path: Path, dense_folder: Path) -> None:
+    """Also that of what is in the folder of finished files."""
+    converted(dense_folder, tmp_path / name)
+    same_model(tmp_path / name, dense_folder)
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_another_folder_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,13 @@ def test_dtypes_are_kept(tmp_path, dtype):
     assert {t.dtype for t in loaded(tmp_path / "wide").state_dict().values()} == {torch.float32, torch.uint8}
 
 
+def test_any_name_will_do(tmp_path):
+    """Also that of the folder in which results are kept until then."""
+    source = saved(tmp_path / "dense", layers=1, tokenizer=False)
+    prune_folder(source, "2:4", batches(1), tmp_path / "units", method="magnitude")
+    assert loaded(tmp_path / "units") and sorted(os.listdir(tmp_path)) == ["dense", "units"]
+
+
 def test_other_libraries_are_told_of_compressed_layers(tmp_path, monkeypatch):
     """So that transformers can load the folder in the same process, without an import of the adapter."""
     models = []
