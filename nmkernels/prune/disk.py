@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..export.card import own_class
-from ..export.folders import CONFIG, check_weights, read_config
-from ..export.tensors import first_line, shortened
+from ..export.folders import CONFIG, check_complete, check_loaded, check_weights, read_config, unloadable
+from ..export.tensors import first_line, read, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
@@ -141,10 +141,12 @@ def open_folder(
         if not name.startswith(inside):
             owner = name.rpartition(".")[0]  # accelerate takes a module, and a tensor of one that has blocks inside
             places[name if any(block.startswith(f"{owner}.") for block in blocks) else owner or name] = "cpu"
-    del skeleton, lists
     reason = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
     if not reason and find_spec("accelerate") is None:
         reason = "accelerate is not installed"
+    if not reason:  # of tensors that stay on disk transformers compares only the names
+        check_complete(folder, skeleton, {name: t for file in check_weights(folder) for name, t in read(folder / file).tensors.items()})
+    del skeleton, lists
     wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
     model: Any = None
     loader = None
@@ -166,7 +168,7 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
 
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
     try:
-        model, info = kind.from_pretrained(folder, **options)
+        model, info = kind.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
     except NMError:
         raise
     except Exception as error:  # many types
@@ -174,9 +176,8 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
             if reason in FULL:
                 raise write_error(offload / "weights", reason) from error
-        raise CheckpointError(f"transformers cannot load {folder}: {first_line(error)}.") from error
-    if info["missing_keys"]:
-        raise CheckpointError(f"{folder} lacks {sorted(info['missing_keys'])[0]!r}, which {kind.__name__} has; its file is not complete.")
+        raise unloadable(folder, error) from error
+    check_loaded(folder, model, info)
     return model.eval()
 
 

@@ -217,6 +217,11 @@ def other(root, model, **changed):
     return saved(root / "other", layers=1, tokenizer=False, **changed)
 
 
+def configure(model, **values):
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **values}))
+    return {}
+
+
 def whole(root, model):
     dense = transformers.AutoModelForCausalLM.from_pretrained(root / "dense", quantization_config=NMConfig("1:1", values="int8"))
     dense.save_pretrained(root / "whole")
@@ -235,6 +240,10 @@ SPOILED = {
     "rate": (lambda root, model: {"more": ["--lr", "-1"]}, "--lr -1.0 must be a number above 0."),
     "diverges": (lambda root, model: {"more": ["--lr", "1e30"]}, "is not finite; start again with a learning rate below 1e+30."),
     "device": (lambda root, model: {"more": ["--device", "nothing"]}, "device 'nothing' cannot be used here: "),
+    "sizes": (
+        lambda root, model: configure(model, vocab_size=130),
+        "{root}/model: 'lm_head.weight' has shape (128, 64) in the files, and (130, 64) in a LlamaForCausalLM with this config.json; ",
+    ),
     "report": (lambda root, model: (model / "report.json").write_text("{") and {}, "{root}/model/report.json is damaged (Expecting"),
     "data": (lambda root, model: {"data": root / "b.txt"}, "--data {root}/b.txt cannot be read: No such file or directory."),
     "inside": (lambda root, model: {"out": model / "out"}, "{root}/model/out is inside the model's folder"),

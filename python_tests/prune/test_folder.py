@@ -440,6 +440,6 @@ def test_a_file_without_all_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks 'model\.norm\.weight', which LlamaForCausalLM has"):
         prune_folder(source, "2:4", batches(), tmp_path / "out")
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="transformers cannot load "):
+    with pytest.raises(CheckpointError, match="is not a valid safetensors file, or is truncated"):
         prune_folder(source, "2:4", batches(), tmp_path / "out")
     assert os.listdir(tmp_path) == ["dense"]
