@@ -54,7 +54,7 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
     try:
         import transformers
 
-        from ..prune.disk import class_of
+        from ..prune.disk import class_of, on_meta
     except ImportError as error:
         raise NMError(f"export needs transformers 5, accelerate and safetensors: {error}.") from error
     transformers.logging.set_verbosity_error()
@@ -63,8 +63,7 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
     check_out(source, out)
     contents, table = opened(source)
     kind, settings = class_of(source, config)
-    with torch.device("meta"):
-        model = kind(settings)
+    model = on_meta(source, kind, settings)
     modules = dict(model.named_modules(remove_duplicate=False))
     announced = announce(source, modules, table)
     check_table(table, VERB)

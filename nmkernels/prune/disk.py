@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..export.card import own_class
 from ..export.folders import CONFIG, check_complete, check_loaded, check_weights, read_config, unloadable
-from ..export.tensors import first_line, read, shortened
+from ..export.tensors import first_line, quote, read, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
@@ -93,8 +93,13 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 def class_of(folder: Path, config: dict[str, Any], trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(the model's class, its configuration); CheckpointError if neither transformers knows it nor code in the folder that is trusted."""
-    named = next(iter(config.get("architectures") or ()), None)
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"{folder / CONFIG} is damaged: its architectures are {quote(names)}, not a list of names.")
+    named = next(iter(names), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        kind = None
     _, reference = own_class(config.get("auto_map"), named)
     if kind is None and not (reference and trust_remote_code):
         what = f"the architecture {named!r}" if named else "no architecture"
@@ -114,6 +119,15 @@ def class_of(folder: Path, config: dict[str, Any], trust_remote_code: bool = Fal
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
 
+def on_meta(folder: Path, kind: Any, settings: Any) -> Any:
+    """The model of a folder without data; CheckpointError if its configuration describes none."""
+    try:
+        with torch.device("meta"):
+            return kind(settings)
+    except Exception as error:  # many types
+        raise CheckpointError(f"transformers cannot build a {kind.__name__} as {folder / CONFIG} says: {first_line(error)}.") from error
+
+
 def open_folder(
     folder: Path,
     kind: Any,
@@ -129,8 +143,7 @@ def open_folder(
     Blocks are those that ``prune_`` would find. A model without blocks, or with a weight that several blocks share, is loaded whole.
     ``offload``: a folder for weights that transformers converts while loading (stacks of experts).
     """
-    with torch.device("meta"):
-        skeleton = kind(settings)
+    skeleton = on_meta(folder, kind, settings)
     lists = block_lists(skeleton, choice(skeleton)[0])
     blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
     inside = tuple(f"{block}." for block in blocks)

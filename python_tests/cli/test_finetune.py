@@ -244,6 +244,7 @@ SPOILED = {
         lambda root, model: configure(model, vocab_size=130),
         "{root}/model: 'lm_head.weight' has shape (128, 64) in the files, and (130, 64) in a LlamaForCausalLM with this config.json; ",
     ),
+    "activation": (lambda root, model: configure(model, hidden_act="nope"), "transformers cannot load {root}/model: KeyError: 'nope'."),
     "report": (lambda root, model: (model / "report.json").write_text("{") and {}, "{root}/model/report.json is damaged (Expecting"),
     "data": (lambda root, model: {"data": root / "b.txt"}, "--data {root}/b.txt cannot be read: No such file or directory."),
     "inside": (lambda root, model: {"out": model / "out"}, "{root}/model/out is inside the model's folder"),

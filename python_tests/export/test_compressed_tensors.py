@@ -388,9 +388,7 @@ def test_a_folder_is_exported(folder, tmp_path, capsys):
     assert len(transformers.AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"]) == 2
     assert (out / "report.json").exists() and not (out / "model.gguf").exists()
     card = (out / "README.md").read_text(encoding="latin-1")
-    assert (
-        card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With ça." in card and "stored compressed" not in card
-    )
+    assert card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With ça." in card and "stored compressed" not in card
     assert content(folder) == before
     # what is there is not overwritten
     assert cli.main(["export", str(folder), str(out)]) == 1
@@ -446,6 +444,10 @@ WRONG = {
     "missing": (lambda f: shutil.rmtree(f), "does not exist; pass a folder that save_pretrained"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config damaged": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "activation": (
+        lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace('"silu"', '"nope"')),
+        "transformers cannot build a LlamaForCausalLM as ",
+    ),
     "norm lost": (lambda f: damaged(f, lambda t, _: t.pop("model.norm.weight")), "lacks 'model.norm.weight', which LlamaForCausalLM has"),
     "short embedding": (
         lambda f: damaged(f, lambda t, _: t.update({EMBED: t[EMBED][:50].clone()})),
