@@ -92,3 +92,11 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
+
+
+def seed(text: str) -> int:
+    """A ``type=`` for argparse: a whole number from which torch's generators, and those of later steps, can start."""
+    value = int(text)
+    if abs(value) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{value} is not between -2^32 and 2^32")
+    return value

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..export.convert import by_type, convert_folder, size_of, work_folder
 from ..export.folders import read_config
 from ..pattern import NMError
@@ -31,13 +29,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         import transformers
 
-        from ..prune.disk import class_of
+        from ..prune.disk import class_of, on_meta
     except ImportError as error:
-        raise NMError(f"convert needs transformers 5 and safetensors: {error}.") from error
+        raise NMError(f"convert needs transformers 5, accelerate and safetensors: {error}.") from error
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     kind, settings = class_of(args.model, read_config(args.model))
-    with torch.device("meta"):
-        model = kind(settings)
+    model = on_meta(args.model, kind, settings)
     try:
         with Progress(True) as step:
             facts = convert_folder(args.model, args.out, model, exact=args.exact, progress=step)

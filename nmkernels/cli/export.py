@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..export.card import CARD, HEADING, METHOD, integers_of, patterns_of
+from ..export.card import CARD, ENCODING, HEADING, METHOD, integers_of, patterns_of
 from ..export.compressed_tensors import Packed, check_table, write_pack_quantized
-from ..export.folders import CONFIG, carry_over, check_out
+from ..export.folders import CONFIG, carry_over, check_complete, check_out
 from ..export.plan import BUFFERS, announce, check_filled
 from ..export.safetensors import opened
 from ..export.stream import SHARD
@@ -52,19 +52,23 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         RecipeError: a layer has no form in the format.
     """
     try:
-        from ..prune.disk import class_of
+        import transformers
+
+        from ..prune.disk import class_of, on_meta
     except ImportError as error:
-        raise NMError(f"export needs transformers 5 and safetensors: {error}.") from error
+        raise NMError(f"export needs transformers 5, accelerate and safetensors: {error}.") from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     config = _config(source)
     check_out(source, out)
     contents, table = opened(source)
     kind, settings = class_of(source, config)
-    with torch.device("meta"):
-        model = kind(settings)
+    model = on_meta(source, kind, settings)
     modules = dict(model.named_modules(remove_duplicate=False))
     announced = announce(source, modules, table)
     check_table(table, VERB)
     layers = {name: _read(source, name, entry, announced[modules[name], "weight"][1], contents.tensors) for name, entry in table.items()}
+    check_complete(source, model, {**contents.tensors, **{f"{name}.weight": modules[name].get_parameter("weight") for name in layers}})
     left: list[str] = []
 
     def describe(work: Path) -> dict[str, Any]:
@@ -78,8 +82,9 @@ def export_folder(source: Path, out: Path, shard: int = SHARD) -> str:
         section = SECTION.format(weights=weights, zeros=zeros, integers="; ".join(integers_of(table)))
         card = work / CARD
         if card.is_file():
-            text = card.read_text(encoding="utf-8")
-            card.write_text(re.sub(rf"^{HEADING}\n.*?(?=^## |\Z)", lambda _: section + "\n", text, flags=re.MULTILINE | re.DOTALL))
+            text = card.read_text(**ENCODING)
+            text = re.sub(rf"^{HEADING}\n.*?(?=^## |\Z)", lambda _: section + "\n", text, flags=re.MULTILINE | re.DOTALL)
+            card.write_text(text, **ENCODING)
         return config
 
     dtype = str(config.get("dtype", config.get("torch_dtype")))

@@ -15,7 +15,7 @@ from .. import capability
 from ..export.folders import check_out
 from ..pattern import NMError
 from ..prune.progress import Progress
-from . import positive
+from . import positive, seed
 from .prune import add_data_arguments, causal, data_of, hugging_face, interrupted
 
 TESTS = 64
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=8, metavar="B", help="windows in a step, default 8")
     text = "the highest learning rate, default 1e-5; it rises for a tenth of the steps and then falls to zero"
     parser.add_argument("--lr", type=float, default=1e-5, metavar="R", help=text)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice and order of windows, default 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the choice and order of windows, default 0")
     parser.add_argument("--device", metavar="D", help="cuda or cpu; default a GPU if torch has one")
     text = "of the computations, default bfloat16 on a GPU; weights and optimizer stay float32, and the folder has the dtype of MODEL_DIR"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help=text)

@@ -18,12 +18,12 @@ from torch import Tensor
 from .. import capability
 from ..export.card import own_class
 from ..export.folders import check_out
+from ..export.tensors import first_line
 from ..ops.integers import BITS
 from ..pattern import NMError, Pattern
 from ..prune.base import resolve
-from ..prune.data import first_line
 from ..prune.progress import Progress
-from . import by_text, positive
+from . import by_text, positive, seed
 from .samples import SHORTEST, draw, read
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="admm", metavar="NAME", help=text)
     parser.add_argument("--samples", type=positive, default=128, metavar="S", help="windows of text to calibrate on, default 128")
     parser.add_argument("--batch", type=positive, default=1, metavar="B", help="windows in one forward pass, default 1")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of windows, default 0")
+    parser.add_argument("--seed", type=seed, default=0, metavar="N", help="of the choice of windows, default 0")
     parser.add_argument("--device", metavar="D", help="where blocks are computed: cuda, cpu; default a GPU if torch has one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default as in the files")
     text = "layers that stay dense: names, parts of names between dots, shell wildcards"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..export.tensors import first_line
 from ..pattern import NMError
-from ..prune.data import first_line
 
 TEXT, LINES, TOKENS = {".txt", ".md", ".rst", ".text"}, {".jsonl", ".ndjson", ".json"}, {".npy", ".pt", ".safetensors"}
 TABLES = {".arrow", ".parquet"}

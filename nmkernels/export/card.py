@@ -12,6 +12,8 @@ from ..layouts import EXPERTS, EXPERTS_T
 
 METHOD = "nmkernels"
 CARD = "README.md"
+ENCODING = {"encoding": "utf-8", "errors": "surrogateescape"}
+"""How cards are read and written: bytes that are not UTF-8 stay as they are."""
 HEADING = "## N:M sparse weights"
 SECTION = f"""{HEADING}
 
@@ -94,13 +96,19 @@ def write_card(folder: Any, model: Any, layers: Mapping[str, Any]) -> None:
     section = SECTION.format(patterns=sparse, rounded=rounded, kind=kind, folder=path.parent.name, options=options)
     if not path.exists():
         data = ModelCardData(library_name="transformers", tags=[METHOD])
-        path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", encoding="utf-8")
+        path.write_text(f"---\n{data.to_yaml()}\n---\n\n# {path.parent.name}\n\n{section}", **ENCODING)
         return
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(**ENCODING)
     with suppress(Exception):  # a header that cannot be parsed is kept
         card: Any = ModelCard(text)
         card.data.tags = [*(card.data.tags or ()), *({METHOD} - set(card.data.tags or ()))]
         text = str(card)
     if HEADING not in text:
         text = f"{text.rstrip()}\n\n{section}"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, **ENCODING)
+
+
+def end_card(folder: Path, heading: str, text: str) -> None:
+    """Make ``text`` the last section of the folder's model card, in place of an earlier one with that heading."""
+    card = (folder / CARD).read_text(**ENCODING).partition(heading)[0].rstrip()
+    (folder / CARD).write_text(f"{card}\n\n{heading}\n\n{text}", **ENCODING)

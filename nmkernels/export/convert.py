@@ -28,8 +28,8 @@ from ..pattern import CheckpointError, Pattern
 from ..recipes.existing import LOOKED_FOR, existing_pattern
 from ..train.report import starred
 from ..train.sparsify import TIED, LayerCandidate, candidates
-from .card import CARD, METHOD, config_entry, write_card
-from .folders import CONFIG, REPORT, carry_over, check_out, check_weights, parts_of, read_config
+from .card import METHOD, config_entry, end_card, write_card
+from .folders import CONFIG, REPORT, carry_over, check_complete, check_out, check_weights, parts_of, read_config
 from .foreign import SCALED, bitmask, damaged, keeps_steps, marlin24, masked
 from .plan import announce, check_filled
 from .safetensors import HUGGING_FACE, described, table
@@ -46,7 +46,7 @@ OTHERS = re.compile(r"\.(weight|input|output|[qkv])_(scale|zero_point|g_idx|glob
 """Tensors of compressed-tensors that have no place in a model whose weights alone are quantised."""
 APEX = re.compile(r"(?:^|\.)__(\w+)_mma_(mask|pruned_p)$")
 """Buffers of apex's ASP."""
-RUN, LOCK = "run.json", ".lock"
+RUN, LOCK, RESULT = "run.json", ".lock", "result"
 HOW = "## How it was converted"
 
 Progress = Callable[[int, int, str], None]
@@ -77,14 +77,14 @@ def convert_folder(
         progress: called with (done, total, what).
 
     Raises:
-        CheckpointError: the folder is damaged, has another format, or no layer with N:M zeros. ``out`` is then as it was.
+        CheckpointError: the folder is damaged or incomplete, has another format, or no layer with N:M zeros. ``out`` is then as it was.
     """
     source, out = Path(model_dir), Path(out)
     check_out(source, out)
     work = work_folder(out)
     with _owned(work):
         check_out(source, out)  # another run may have finished meanwhile
-        run = _Run(source, work, model, exact, progress or (lambda done, total, what: None), work / out.name)
+        run = _Run(source, work, model, exact, progress or (lambda done, total, what: None), work / RESULT / out.name)
         run.plan()
         run.resume()
         for number, file in enumerate(run.outputs):
@@ -109,7 +109,7 @@ def _owned(work: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if any(work.glob("*/*.safetensors")):
+        if any(work.glob(f"{RESULT}/*/*.safetensors")):
             (work / LOCK).unlink(missing_ok=True)
         else:
             shutil.rmtree(work, ignore_errors=True)
@@ -184,10 +184,6 @@ class _Run:
             c = able.get(layer.name)
             layer.reason = TIED if layer.name in tied else c.impossible if c else f"{type(self.model).__name__} has no such linear layer"
             layer.candidate = None if layer.reason else c
-        kinds = {starred(name) for name in self.layers}
-        lost = next((name for name in able if starred(name) in kinds and name not in self.layers and name not in tied), None)
-        if lost is not None:
-            raise damaged(lost, "the files lack its weight, and have that of the same layer of another block; download the folder again")
         for number, file in enumerate(self.files):
             self.say(number, len(self.files), f"reading {file}")
             contents = read(self.source / file)
@@ -211,6 +207,10 @@ class _Run:
             forms = {name: t for layer in self._in(file) for name, t in layer.forms.items()}
             if kept or forms:
                 self.outputs[file] = {**({} if self.outputs else guard), **forms, **kept}
+        packed = {name for layer in self.layers.values() if layer.entry is not None for name in layer.forms}
+        written = {name: t for forms in self.outputs.values() for name, t in forms.items() if name not in packed}
+        dense = {f"{name}.weight": self.model.get_parameter(f"{name}.weight") for name in self.entries}
+        check_complete(self.source, self.model, written | dense)
 
     def _find(self) -> None:
         """All layers, by name, and what is left out."""
@@ -266,9 +266,9 @@ class _Run:
         with writing(self.work):
             same = before == json.loads(json.dumps(run))
             for path in self.work.iterdir():
-                if path.name != LOCK and not (same and path in (self.folder, self.work / RUN)):
+                if path.name != LOCK and not (same and path.name in (RESULT, RUN)):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-            self.folder.mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
         if not same:
             atomic_write(self.work / RUN, lambda temporary: temporary.write_text(json.dumps(run)))
 
@@ -390,8 +390,7 @@ class _Run:
                 index = {"metadata": {"total_size": facts["bytes"]["after"]}, "weight_map": dict(sorted(files.items()))}
                 (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             write_card(folder, self.model, self.entries)
-            card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
-            (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+            end_card(folder, HOW, how(facts))
             sync(folder)
             out.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, out)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..pattern import CheckpointError
-from .tensors import INDEX, SINGLE, shortened, weight_files
+from ..pattern import CheckpointError, NMError
+from .tensors import INDEX, SINGLE, first_line, quote, shortened, weight_files
 
 CONFIG = "config.json"
 REPORT = "report.json"
@@ -50,6 +52,41 @@ def check_weights(folder: Path) -> list[str]:
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; download it again.")
     return files
+
+
+def check_complete(folder: Path, model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless ``tensors``, by their names in the files, are all that transformers' ``model`` loads.
+
+    transformers itself loads their shapes, without data: it alone knows which names it converts, ties or does without.
+    """
+    if find_spec("accelerate") is None:
+        raise NMError(f"{folder} cannot be checked without accelerate, with which transformers loads shapes; pip install accelerate.")
+    config, forms = copy.deepcopy(model.config), {name: t.to("meta") for name, t in tensors.items()}
+    for part in (config, config.get_text_config(decoder=True)):
+        part.__dict__.pop("quantization_config", None)  # the weights here are those of the dense model
+    try:
+        _, info = type(model).from_pretrained(
+            None, config=config, state_dict=forms, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except Exception as error:  # many types
+        raise unloadable(folder, error) from error
+    check_loaded(folder, model, info)
+
+
+def unloadable(folder: Path, error: Exception) -> CheckpointError:
+    """What is raised in place of an ``error`` of ``from_pretrained``."""
+    reason = first_line(error).partition(" For details look at")[0]  # a report, which is not shown
+    return CheckpointError(f"transformers cannot load {folder}: {reason.rstrip('.')}.")
+
+
+def check_loaded(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if ``info``, which ``from_pretrained`` returned, has a tensor that was missing or had another shape."""
+    kind = type(model).__name__
+    for name in sorted(info["missing_keys"]):
+        raise CheckpointError(f"{folder} lacks {quote(name)}, which {kind} has; download or save it again.")
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        shapes = f"{tuple(stored)} in the files, and {tuple(wanted)} in a {kind} with this {CONFIG}"
+        raise CheckpointError(f"{folder}: {quote(name)} has shape {shapes}; download or save it again.")
 
 
 def check_out(source: Path | None, out: Path) -> None:

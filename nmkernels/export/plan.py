@@ -103,17 +103,21 @@ def load(model: nn.Module, contents: Contents, table: dict[str, Any], keep_dense
         layer.load_state_dict(moved, strict=False, assign=True)
     dense_tensors = parts.get("", {})
     present = {name: value for name, value, layer in expected.values() if not layer}
-    meta = any(value.is_meta for value in present.values())
+    filled: dict[str, Tensor] = {}  # what has data is filled in place, and what is on the meta device gets a tensor of its own
+    assigned: dict[str, Tensor] = {}
     tied: dict[int, nn.Parameter] = {}
     for name, value in present.items():
-        dense_tensors[name] = spread(value, dense_tensors[name].clone() if value.is_meta else dense_tensors[name])
-        if meta and isinstance(value, nn.Parameter):  # one Parameter for all names of a tied weight
-            dense_tensors[name] = tied.setdefault(id(value), nn.Parameter(dense_tensors[name], value.requires_grad))
+        tensor = spread(value, dense_tensors[name].clone() if value.is_meta else dense_tensors[name])
+        if value.is_meta and isinstance(value, nn.Parameter):  # one Parameter for all names of a tied weight
+            tensor = tied.setdefault(id(value), nn.Parameter(tensor, value.requires_grad))
+        (assigned if value.is_meta else filled)[name] = tensor
     for (dense, key), (_, layer) in layers.items():
         if isinstance(layer, CompressedStack):
             compress_stacks_(dense, {key: layer})
     replace_each_(model, {dense: layer for (dense, _), (_, layer) in layers.items() if isinstance(layer, CompressedLinear)})
-    model.load_state_dict(dense_tensors, strict=False, assign=meta)
+    if assigned:
+        model.load_state_dict(assigned, strict=False, assign=True)
+    model.load_state_dict(filled, strict=False)
     after_swap(model)
 
 

@@ -15,6 +15,7 @@ from ..recipes.registry import parse, suggestion
 
 METHODS: dict[str, type[OneShot]] = {}
 """All methods by name."""
+FORM = "a one-shot method: write it as name, or name(keyword=value, ...), for instance admm(refit=0)"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def resolve(method: OneShot | str) -> OneShot:
         return method
     if not isinstance(method, str):
         raise RecipeError(f"prune_: method must be a name or a OneShot such as ADMM(); got {type(method).__name__}.")
-    name, pattern, options = parse(method)
+    name, pattern, options = parse(method, FORM)
     if pattern is not None or name.lower() not in METHODS:
         near = suggestion(name.lower(), METHODS) or "."
         raise RecipeError(f"prune_: no one-shot method is called {method!r}{near} Methods are {', '.join(sorted(METHODS))}.")

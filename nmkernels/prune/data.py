@@ -57,12 +57,6 @@ def size_of(batch: Any) -> int:
     return max(1, first.numel() // (first.shape[-1] if first.is_floating_point() and first.dim() > 1 else 1))
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a message, or the error's type, without a full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(".")
-
-
 def padding(model: nn.Module, batch: Any, x: Tensor) -> Tensor | None:
     """Which rows of a layer's input ``x`` are tokens, from the attention masks of the batch that have its sizes; None: all.
 

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ..export.card import own_class
-from ..export.folders import CONFIG, check_weights, read_config
-from ..export.tensors import shortened
+from ..export.folders import CONFIG, check_complete, check_loaded, check_weights, read_config, unloadable
+from ..export.tensors import first_line, quote, read, shortened
 from ..files import FULL, write_error
 from ..pattern import CheckpointError, NMError
 from ..train.report import Report
 from ..train.sparsify import LayerCandidate
-from .data import first_line
 from .prune import remove_hooks_
 from .relay import block_lists, on_device
 
@@ -94,8 +93,13 @@ def check_folder(folder: Path) -> dict[str, Any]:
 
 def class_of(folder: Path, config: dict[str, Any], trust_remote_code: bool = False) -> tuple[Any, Any]:
     """(the model's class, its configuration); CheckpointError if neither transformers knows it nor code in the folder that is trusted."""
-    named = next(iter(config.get("architectures") or ()), None)
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise CheckpointError(f"{folder / CONFIG} is damaged: its architectures are {quote(names)}, not a list of names.")
+    named = next(iter(names), None)
     kind = getattr(transformers, named, None) if isinstance(named, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        kind = None
     _, reference = own_class(config.get("auto_map"), named)
     if kind is None and not (reference and trust_remote_code):
         what = f"the architecture {named!r}" if named else "no architecture"
@@ -115,6 +119,15 @@ def class_of(folder: Path, config: dict[str, Any], trust_remote_code: bool = Fal
         raise CheckpointError(f"transformers cannot read {folder / CONFIG}: {first_line(error)}.") from error
 
 
+def on_meta(folder: Path, kind: Any, settings: Any) -> Any:
+    """The model of a folder without data; CheckpointError if its configuration describes none."""
+    try:
+        with torch.device("meta"):
+            return kind(settings)
+    except Exception as error:  # many types
+        raise CheckpointError(f"transformers cannot build a {kind.__name__} as {folder / CONFIG} says: {first_line(error)}.") from error
+
+
 def open_folder(
     folder: Path,
     kind: Any,
@@ -130,8 +143,7 @@ def open_folder(
     Blocks are those that ``prune_`` would find. A model without blocks, or with a weight that several blocks share, is loaded whole.
     ``offload``: a folder for weights that transformers converts while loading (stacks of experts).
     """
-    with torch.device("meta"):
-        skeleton = kind(settings)
+    skeleton = on_meta(folder, kind, settings)
     lists = block_lists(skeleton, choice(skeleton)[0])
     blocks = [f"{name}.{i}" for name, members in lists.items() for i in range(len(members))]
     inside = tuple(f"{block}." for block in blocks)
@@ -142,10 +154,12 @@ def open_folder(
         if not name.startswith(inside):
             owner = name.rpartition(".")[0]  # accelerate takes a module, and a tensor of one that has blocks inside
             places[name if any(block.startswith(f"{owner}.") for block in blocks) else owner or name] = "cpu"
-    del skeleton, lists
     reason = "it has no blocks" if not blocks else f"{shared!r} is shared between modules" if shared else ""
     if not reason and find_spec("accelerate") is None:
         reason = "accelerate is not installed"
+    if not reason:  # of tensors that stay on disk transformers compares only the names
+        check_complete(folder, skeleton, {name: t for file in check_weights(folder) for name, t in read(folder / file).tensors.items()})
+    del skeleton, lists
     wanted: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True, "output_loading_info": True}
     model: Any = None
     loader = None
@@ -167,7 +181,7 @@ def load_whole(kind: Any, folder: Path, **options: Any) -> Any:
 
 def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
     try:
-        model, info = kind.from_pretrained(folder, **options)
+        model, info = kind.from_pretrained(folder, ignore_mismatched_sizes=True, **options)
     except NMError:
         raise
     except Exception as error:  # many types
@@ -175,9 +189,8 @@ def _loaded(kind: Any, folder: Path, offload: Path, **options: Any) -> Any:
             reason = os.strerror(int(code[1])) if code else getattr(error, "strerror", None)
             if reason in FULL:
                 raise write_error(offload / "weights", reason) from error
-        raise CheckpointError(f"transformers cannot load {folder}: {first_line(error)}.") from error
-    if info["missing_keys"]:
-        raise CheckpointError(f"{folder} lacks {sorted(info['missing_keys'])[0]!r}, which {kind.__name__} has; its file is not complete.")
+        raise unloadable(folder, error) from error
+    check_loaded(folder, model, info)
     return model.eval()
 
 

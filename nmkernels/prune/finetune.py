@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..export.card import CARD
+from ..export.card import end_card
 from ..export.folders import REPORT, carry_over, check_out, read_config
-from ..export.tensors import INDEX, sparse_layers, weight_files
+from ..export.tensors import INDEX, shortened, sparse_layers, weight_files
 from ..files import atomic_write, writing
 from ..nn.compress import compress_
 from ..nn.compressed import CompressedLinear
@@ -31,7 +31,7 @@ from ..ops import Compressed, compress
 from ..pattern import CheckpointError, RecipeError
 from ..train.handle import Handle, densify_
 from .disk import class_of, load_whole
-from .folder import check_device, check_tokens, loss_of, put_in_place, work_folder
+from .folder import check_device, check_tokens, loss_of, new_result, put_in_place, work_folder
 from .methods.magnitude import Magnitude
 from .progress import Progress
 from .prune import choose, hold_
@@ -128,6 +128,7 @@ class _Tuning:
         self.source, self.work, self.windows, self.tests, self.options = source, work, windows, tests, options
         self.device, self.progress, self.teacher_dir = device, progress, None if teacher is None else Path(teacher)
         progress(0, 1, f"reading {source}")
+        self.pruning = _report(source / REPORT)
         kind, settings = class_of(source, read_config(source), trusted)
         self.model = load_whole(kind, source, dtype="auto").to(device)
         check_tokens(self.model, [{"input_ids": ids} for ids in (windows, *tests)])
@@ -252,22 +253,19 @@ class _Tuning:
             compress_(self.model, values=values, group=group, dense=names)
         after = self.perplexity("after")
         self.progress(0, 1, f"writing {out}")
-        folder = self.work / out.name
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = new_result(self.work, out)
         with writing(folder):
-            folder.mkdir()
             carry_over(self.source, folder, {*weight_files(self.source), INDEX})
             self.model.save_pretrained(folder)
             facts = self._facts(after, sum(file.stat().st_size for file in folder.glob("*.safetensors")))
             (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
-            (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}", encoding="utf-8")
+            end_card(folder, HOW, how(facts))
             put_in_place(folder, out)
         shutil.rmtree(self.work, ignore_errors=True)
         return facts
 
     def _facts(self, after: float | None, size: int) -> dict[str, Any]:
-        pruned, few = self.source / REPORT, -(-len(self.losses) // 10)
+        few = -(-len(self.losses) // 10)
         return {
             "format": "nmkernels-finetune-report-1",
             "model": self.source.resolve().name,
@@ -280,7 +278,7 @@ class _Tuning:
             "perplexity": None if after is None else {"before": self.before, "after": after},
             "loss": {"first": _mean(self.losses[:few]), "last": _mean(self.losses[-few:])},
             "bytes": size,
-            "pruning": json.loads(pruned.read_text(encoding="utf-8")) if pruned.is_file() else None,
+            "pruning": self.pruning,
             "device": self.device.type,
             "versions": {
                 "nmkernels": __version__,
@@ -311,6 +309,14 @@ def _held(model: Any, weights: dict[str, Compressed], integers: dict[str, tuple[
     model.float()
     chosen, report = choose(model, {name: weight.pattern for name, weight in weights.items()}, None, Magnitude())
     return hold_(model, chosen, report, forms)
+
+
+def _report(path: Path) -> Any:
+    """The report of pruning; None if there is no such file."""
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({shortened(error)}); copy it again, or delete it.") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from .. import ops
 from .._version import __version__
-from ..export.card import CARD, config_entry, first_of, write_card
+from ..export.card import config_entry, end_card, first_of, write_card
 from ..export.folders import CONFIG, REPORT, carry_over, check_out, parts_of
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
@@ -191,6 +191,15 @@ def work_folder(out: Path, verb: str = "prune") -> Path:
     return out.parent / f".{out.name}.nmkernels-{verb}"
 
 
+def new_result(work: Path, out: Path) -> Path:
+    """An empty folder in ``work`` with the name of ``out``, which may be that of something else there."""
+    folder = work / "result" / out.name
+    with writing(folder):
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+    return folder
+
+
 def put_in_place(folder: Path, out: Path) -> None:
     """Rename the complete ``folder`` to ``out``."""
     for path in folder.rglob("*"):
@@ -312,10 +321,7 @@ class _Run:
 
     def assemble(self, out: Path, perplexity: tuple[float, float] | None) -> tuple[int, int]:
         """Write the folder ``out``; returns the bytes of all tensors before and after."""
-        folder = self.work / out.name
-        shutil.rmtree(folder, ignore_errors=True)
-        with writing(folder):
-            folder.mkdir()
+        folder = new_result(self.work, out)
         state = self.model.state_dict()
         for key in self.model._keys_to_ignore_on_save or ():
             state.pop(key, None)
@@ -426,9 +432,8 @@ class _Run:
         facts = {**self._facts(perplexity, sizes), "not carried over": left}
         (folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         write_card(folder, model, entries)
-        card = (folder / CARD).read_text(encoding="utf-8").partition(HOW)[0].rstrip()
         picture = f"\n![errors by layer]({PICTURE})\n" if self.plot and plot_errors(self.pruning.report, folder / PICTURE) else ""
-        (folder / CARD).write_text(f"{card}\n\n{HOW}\n\n{how(facts)}{picture}", encoding="utf-8")
+        end_card(folder, HOW, f"{how(facts)}{picture}")
 
     def _facts(self, perplexity: tuple[float, float] | None, sizes: tuple[int, int]) -> dict[str, Any]:
         report, tokens, python = self.pruning.report, sum(map(_tokens, self.batches)), platform.python_version()

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..export.tensors import first_line
 from ..pattern import CheckpointError, NMError, RecipeError
 from ..train.sparsify import LayerCandidate
-from .data import call, copied, described, first_line, moved, padding, size_of
+from .data import call, copied, described, moved, padding, size_of
 from .hessians import windows_of
 
 log = logging.getLogger("nmkernels.prune")

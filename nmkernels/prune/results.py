@@ -161,6 +161,8 @@ class Results:
 
     def _read(self, number: int, expected: Sequence[str] | None) -> Done:
         path = self.path(number)
+        if not path.exists():
+            raise CheckpointError(f"{path} was deleted meanwhile; start again, and this unit is pruned again.")
         try:
             contents = read(path)
             about = json.loads(contents.metadata["nmkernels"])

@@ -13,6 +13,7 @@ from .contract import Recipe
 
 _recipes: dict[str, type[Recipe]] = {}
 R = TypeVar("R", bound=type[Recipe])
+FORM = "a recipe: write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)"
 
 
 def recipe(name: str) -> Callable[[R], R]:
@@ -120,8 +121,9 @@ def resolve(spec: Recipe | str, steps: Callable[[], int] | None = None) -> Recip
         return get(spec, total_steps=steps())
 
 
-def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
+def parse(spec: str, form: str = FORM) -> tuple[str, str | None, dict[str, Any]]:
     """(name, pattern or None, keywords) of a recipe's text; values are plain Python literals, and words may go without quotes.
+    ``form``: what the text has to be, for the error.
 
     Raises:
         RecipeError: it is not such a text, or gives something twice.
@@ -145,9 +147,7 @@ def parse(spec: str) -> tuple[str, str | None, dict[str, Any]]:
                 word = isinstance(keyword.value, (ast.Name, ast.Call))  # or the text of another recipe
                 options[key] = ast.unparse(keyword.value) if word else ast.literal_eval(keyword.value)
         except (SyntaxError, ValueError) as error:
-            raise RecipeError(
-                f"{spec!r} is not a recipe: write it as name:N:M, or name:N:M(keyword=value, ...), for instance mdgf:1:8(end=0.75)."
-            ) from error
+            raise RecipeError(f"{spec!r} is not {form}.") from error
     return name.strip(), pattern.strip() if colon else None, options
 
 

@@ -57,6 +57,8 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFix
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "architectures": ["NewForCausalLM"]}))
     assert "names the architecture 'NewForCausalLM'; transformers " in refused(source, out)
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "nope"}))
+    assert refused(source, out) == f"transformers cannot build a LlamaForCausalLM as {source}/config.json says: KeyError: 'nope'."
     (source / "config.json").write_text("{")
     assert refused(source, out).startswith(f"{source}/config.json is damaged (")
     assert os.listdir(tmp_path) == ["source"]

@@ -183,8 +183,9 @@ def test_layers_without_zeros_are_trained_too(places, tmp_path):
     saved(tmp_path / "moe", "qwen3-moe", layers=1)
     config = NMConfig("1:1", values="int8")
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=config).save_pretrained(tmp_path / "1:1")
+    (tmp_path / "4:4" / "README.md").write_bytes("# Modèle".encode("latin-1"))
     for name in ("4:4", "1:1"):
-        out = tmp_path / f"{name} trained"
+        out = tmp_path / f"{name} trained" / "checkpoint.pt"  # also the name of something where results are until then
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Converting a tensor with requires_grad=True to a scalar")
             facts = library.finetune_folder(tmp_path / name, ids, out, steps=2, batch=2, lr=1e-2)
@@ -193,6 +194,7 @@ def test_layers_without_zeros_are_trained_too(places, tmp_path):
         assert layers == {n: (m.pattern, m.weight.kind) for n, m in trained.named_modules() if hasattr(m, "values")}
         assert all(not equal_bits(source.get_submodule(n).values, trained.get_submodule(n).values) for n in layers)
         assert facts["values"] == (["int8"] if name == "1:1" else [])
+    assert "# Modèle\n\n## N:M".encode("latin-1") in (tmp_path / "4:4 trained" / "checkpoint.pt" / "README.md").read_bytes()
 
 
 def test_the_rate_rises_and_falls():
@@ -215,6 +217,11 @@ def other(root, model, **changed):
     return saved(root / "other", layers=1, tokenizer=False, **changed)
 
 
+def configure(model, **values):
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **values}))
+    return {}
+
+
 def whole(root, model):
     dense = transformers.AutoModelForCausalLM.from_pretrained(root / "dense", quantization_config=NMConfig("1:1", values="int8"))
     dense.save_pretrained(root / "whole")
@@ -233,6 +240,12 @@ SPOILED = {
     "rate": (lambda root, model: {"more": ["--lr", "-1"]}, "--lr -1.0 must be a number above 0."),
     "diverges": (lambda root, model: {"more": ["--lr", "1e30"]}, "is not finite; start again with a learning rate below 1e+30."),
     "device": (lambda root, model: {"more": ["--device", "nothing"]}, "device 'nothing' cannot be used here: "),
+    "sizes": (
+        lambda root, model: configure(model, vocab_size=130),
+        "{root}/model: 'lm_head.weight' has shape (128, 64) in the files, and (130, 64) in a LlamaForCausalLM with this config.json; ",
+    ),
+    "activation": (lambda root, model: configure(model, hidden_act="nope"), "transformers cannot load {root}/model: KeyError: 'nope'."),
+    "report": (lambda root, model: (model / "report.json").write_text("{") and {}, "{root}/model/report.json is damaged (Expecting"),
     "data": (lambda root, model: {"data": root / "b.txt"}, "--data {root}/b.txt cannot be read: No such file or directory."),
     "inside": (lambda root, model: {"out": model / "out"}, "{root}/model/out is inside the model's folder"),
 }

@@ -231,6 +231,12 @@ SPOILED = {
     "no shard": lambda root, model: replace_weights(model, "model.safetensors.index.json", '{"weight_map": {"a": "model-1.safetensors"}}'),
     "unknown architecture": lambda root, model: configure(model, architectures=["NewForCausalLM"]),
     "unknown type": lambda root, model: configure(model, model_type="new"),
+    "other sizes": lambda root, model: configure(model, intermediate_size=96),
+    "activation": lambda root, model: configure(model, hidden_act="nope"),
+    "no heads": lambda root, model: configure(model, num_key_value_heads=0),
+    "no model": lambda root, model: configure(model, architectures=["AutoConfig"]),
+    "a configuration": lambda root, model: configure(model, architectures=["LlamaConfig"]),
+    "one architecture": lambda root, model: configure(model, architectures="LlamaForCausalLM"),
     "compressed": lambda root, model: configure(model, quantization_config={"quant_method": "nmkernels"}),
     "quantised": lambda root, model: configure(model, quantization_config={"quant_method": "gptq"}),
     "no tokenizer": lambda root, model: [path.unlink() for path in model.glob("tokenizer*")],
@@ -248,6 +254,7 @@ SPOILED = {
     "patterns that are none": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '{"*": "half"}'))]},
     "patterns without names": lambda root, model: {"more": ["--patterns", str(write(root / "p.json", '["2:4"]'))]},
     "two patterns": lambda root, model: {"more": ["--patterns", "p.json", "--pattern", "2:4"]},
+    "method": lambda root, model: {"more": ["--method", "admm(refit=)"]},
     "setting": lambda root, model: {"more": ["--method", "admm(foo=1)"]},
     "device": lambda root, model: {"more": ["--device", "nothing"]},
     "share": lambda root, model: {"more": ["--held-out", "2"]},
@@ -265,6 +272,12 @@ SENTENCES = {
     "no shard": "{model} lacks model-1.safetensors, which model.safetensors.index.json names; download it again.",
     "unknown architecture": "{model}/config.json names the architecture 'NewForCausalLM'; transformers ",
     "unknown type": "transformers cannot read {model}/config.json: The checkpoint you are trying to load has model type `new` but ",
+    "other sizes": "{model}: 'model.layers.0.mlp.down_proj.weight' has shape (64, 128) in the files, and (64, 96) in a LlamaForCausalLM ",
+    "activation": "transformers cannot build a LlamaForCausalLM as {model}/config.json says: KeyError: 'nope'.",
+    "no heads": "transformers cannot build a LlamaForCausalLM as {model}/config.json says: integer ",
+    "no model": "{model}/config.json names the architecture 'AutoConfig'; transformers ",
+    "a configuration": "{model}/config.json names the architecture 'LlamaConfig'; transformers ",
+    "one architecture": "{model}/config.json is damaged: its architectures are 'LlamaForCausalLM', not a list of names.",
     "compressed": "{model} is compressed by nmkernels already; pass the folder of the dense model.",
     "quantised": "{model} is quantised (gptq); pass the folder of the unquantised model.",
     "no tokenizer": "the model's folder has no tokenizer, which text needs; pass token ids (.npy, .pt, .safetensors), or add its files.",
@@ -282,6 +295,7 @@ SENTENCES = {
     "patterns that are none": "prune_folder: the pattern of '*': ",
     "patterns without names": "--patterns {root}/p.json has no pattern of a layer; write {{",
     "two patterns": "--pattern and --patterns both set the patterns; pass one of them.",
+    "method": "'admm(refit=)' is not a one-shot method: write it as name, or name(keyword=value, ...), for instance admm(refit=0).",
     "setting": "the method admm has no keyword 'foo'. It takes damping, ",
     "device": "device 'nothing' cannot be used here: ",
     "share": "--held-out 2 is not a share from 0 to 0.5.",
@@ -304,6 +318,14 @@ def test_what_is_wrong_is_one_sentence_and_changes_nothing(tmp_path, capsys, wha
     assert len(lines) == 1 and lines[0].startswith("python -m nmkernels prune: error: "), said
     assert SENTENCES[what].format(root=tmp_path, model=args["model"], out=args["out"]) in lines[0]
     assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", ["prune", "finetune"])
+@pytest.mark.parametrize("seed", [2**63, -(2**70)])
+def test_seeds_are_bounded(capsys, verb, seed):
+    with pytest.raises(SystemExit):
+        cli.main([verb, "model", "--data", "a.txt", "--out", "out", "--seed", str(seed)])
+    assert f"argument --seed: {seed} is not between -2^32 and 2^32" in capsys.readouterr().err
 
 
 def test_models_that_take_no_text(places, tmp_path, capsys):

@@ -371,7 +371,7 @@ def folder(tmp_path_factory):
     write_tokenizer(home)
     (home / "report.json").write_text("{}")
     (home / "model.gguf").write_text("the same weights")
-    (home / "README.md").write_text((home / "README.md").read_text() + "\n## How it was pruned\n\nWith care.\n")
+    (home / "README.md").write_text((home / "README.md").read_text() + "\n## How it was pruned\n\nWith ça.\n", encoding="latin-1")
     return home
 
 
@@ -387,10 +387,8 @@ def test_a_folder_is_exported(folder, tmp_path, capsys):
         assert (out / name).read_bytes() == (tmp_path / "same" / name).read_bytes(), name
     assert len(transformers.AutoTokenizer.from_pretrained(out)("w1 w2")["input_ids"]) == 2
     assert (out / "report.json").exists() and not (out / "model.gguf").exists()
-    card = (out / "README.md").read_text()
-    assert (
-        card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With care." in card and "stored compressed" not in card
-    )
+    card = (out / "README.md").read_text(encoding="latin-1")
+    assert card.count("## N:M sparse weights") == 1 and "pack-quantized" in card and "With ça." in card and "stored compressed" not in card
     assert content(folder) == before
     # what is there is not overwritten
     assert cli.main(["export", str(folder), str(out)]) == 1
@@ -441,11 +439,20 @@ def damaged(folder: Path, change) -> None:
     save_file(tensors, folder / "model.safetensors", about)
 
 
-Q = "model.layers.0.self_attn.q_proj"
+Q, EMBED = "model.layers.0.self_attn.q_proj", "model.embed_tokens.weight"
 WRONG = {
     "missing": (lambda f: shutil.rmtree(f), "does not exist; pass a folder that save_pretrained"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config damaged": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
+    "activation": (
+        lambda f: (f / "config.json").write_text((f / "config.json").read_text().replace('"silu"', '"nope"')),
+        "transformers cannot build a LlamaForCausalLM as ",
+    ),
+    "norm lost": (lambda f: damaged(f, lambda t, _: t.pop("model.norm.weight")), "lacks 'model.norm.weight', which LlamaForCausalLM has"),
+    "short embedding": (
+        lambda f: damaged(f, lambda t, _: t.update({EMBED: t[EMBED][:50].clone()})),
+        f"{EMBED!r} has shape (50, 256) in the files, and (96, 256) in a",
+    ),
     "truncated": (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "truncated"),
     "step missing": (lambda f: damaged(f, lambda t, a: t.pop(f"{Q}.step")), f"layer '{Q}': the file lacks its step"),
     "step of another size": (

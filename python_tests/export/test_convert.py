@@ -182,6 +182,7 @@ def test_patterns_and_masks_by_layer(tmp_path: Path) -> None:
     tensors[k], tensors[v] = nm.ops.prune(tensors[k], "1:4"), torch.randn_like(tensors[v])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     shutil.copytree(folder, tmp_path / "apex")
+    (tmp_path / "apex" / "README.md").write_bytes("# Modèle".encode("latin-1"))
     masks = {n.replace("weight", "__weight_mma_mask"): nm.ops.mask(tensors[n], "2:4") for n in (q, k)}
     others = {n.replace("mask", "pruned_p"): torch.zeros(2) for n in masks}
     save_file(tensors | masks | others, tmp_path / "apex" / "model.safetensors", {"format": "pt"})
@@ -189,6 +190,7 @@ def test_patterns_and_masks_by_layer(tmp_path: Path) -> None:
     assert [facts["layers"][n.removesuffix(".weight")]["now"] for n in (q, k)] == ["2:4 bfloat16", "1:4 bfloat16"]
     assert facts["left dense"][v.removesuffix(".weight")]["reason"] == "0 % of its weights are 0, in no N:M pattern"
     assert sorted(facts["dropped"]) == sorted(masks | others)
+    assert "# Modèle\n\n## N:M".encode("latin-1") in (tmp_path / "out" / "README.md").read_bytes()
     same_model(tmp_path / "out", folder)
     masks[q.replace("weight", "__weight_mma_mask")][3, :4] = torch.tensor([True, True, False, False])
     save_file(tensors | masks, tmp_path / "apex" / "model.safetensors", {"format": "pt"})
@@ -314,12 +316,12 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, monke
     out, done = tmp_path / "out", 0
     for moment in range(1, 2 * files + 2):
         assert forked(lambda moment=moment: converted(source, out, progress=killer(moment))) == -signal.SIGKILL
-        now = len(list(work_folder(out).glob("out/*.safetensors")))
+        now = len(list(work_folder(out).glob("result/out/*.safetensors")))
         assert not out.exists() and done <= now
         done = now
     assert done == files
     # in the middle of a file, and after the last
-    next(work_folder(out).glob("out/model-00002-*")).unlink()
+    next(work_folder(out).glob("result/out/model-00002-*")).unlink()
     for name in ("close", "write"):
         with monkeypatch.context() as patch:
             patch.setattr("nmkernels.export.convert.ShardWriter." + name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -331,6 +333,14 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, monke
         patch.setattr("nmkernels.export.convert.ShardWriter", None)
         converted(source, out)
     assert content(out) == content(tmp_path / "whole" / "out") and sorted(os.listdir(tmp_path)) == ["out", "source", "whole"]
+
+
+@pytest.mark.parametrize("name", ["writing", "run.json"])
+def test_any_name_will_do(name: str, tmp_path: Path, dense_folder: Path) -> None:
+    """Also that of what is in the folder of finished files."""
+    converted(dense_folder, tmp_path / name)
+    same_model(tmp_path / name, dense_folder)
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_another_folder_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +407,6 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "no shape": (lambda t: t[f"{Q}.shape"].fill_(-1), r"its shape is \[-1, -1\], not that of a matrix"),
     "NaN": (lambda t: t[f"{Q}.compressed"][3, 2].fill_(torch.nan), "a value is NaN or infinite; the file is damaged"),
     "lost": (lambda t: t.pop(f"{Q}.bitmask"), "the files lack its bitmask; download the folder again"),
-    "all lost": (lambda t: [t.pop(f"{Q}.{part}") for part in ("compressed", "bitmask", "shape")], "the files lack its weight, and have"),
     "no scale": (scaled(None), "are torch.int8, and the files lack its weight_scale"),
     "NaN scale": (scaled(torch.full((64, 1), torch.nan)), "a scale is NaN or infinite"),
     "scale shape": (scaled(torch.ones(32, 1)), r"its scales have shape \(32, 1\); for 64 rows"),
@@ -417,6 +426,39 @@ def test_damage_is_one_sentence_with_the_layer(what: str, tmp_path: Path, dense_
     with pytest.raises(CheckpointError, match=f"^layer '{Q}': .*{message}"):
         converted(tmp_path / "source", tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
+
+
+INCOMPLETE: dict[str, tuple[Edit, str]] = {
+    "layer": (lambda t: [t.pop(f"{Q}.{part}") for part in ("compressed", "bitmask", "shape")], f" lacks '{Q}.weight', which Llama"),
+    "layers": (lambda t: [t.pop(key) for key in list(t) if ".q_proj." in key], f" lacks '{Q}.weight', which LlamaForCausalLM has; "),
+    "embedding": (lambda t: t.pop("model.embed_tokens.weight"), " lacks 'model.embed_tokens.weight', which"),
+    "norm": (lambda t: t.pop("model.layers.1.input_layernorm.weight"), " lacks 'model.layers.1.input_layernorm.weight', which"),
+    "head": (lambda t: t.pop("lm_head.weight"), " lacks 'lm_head.weight', which"),
+    "rows": (
+        lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"][:50].clone()}),
+        r": 'model.embed_tokens.weight' has shape \(50, 64\) in the files, and \(128, 64\) in a LlamaForCausalLM with this config.json; ",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", INCOMPLETE)
+def test_incomplete_folders_are_refused(what: str, tmp_path: Path, dense_folder: Path) -> None:
+    """Which would load, with random weights for the rest."""
+    edit, message = INCOMPLETE[what]
+    source = stored(shutil.copytree(dense_folder, tmp_path / "source"), edit)
+    with pytest.raises(CheckpointError, match=f"^{source}{message}"):
+        converted(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_lost_expert_is_refused(tmp_path: Path) -> None:
+    """The files have no such name as the model's stack."""
+    folder = pruned(tmp_path / "source", "qwen3-moe")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"transformers cannot load .*source: .* during automatic conversion of the weights\.$"):
+        converted(folder, tmp_path / "out")
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,21 @@ def test_round_trip(tmp_path, pattern, dtype, rank, integers, device):
     assert equal_bits(model(x), same(x)) and (same[2].adapter is None) == (not rank)
 
 
+def test_what_has_data_is_filled_in_place(tmp_path):
+    """Next to parts on the meta device, as accelerate's ``init_empty_weights`` leaves Parameters; nothing stays part of the mapped file."""
+    model, same = compressed(), dense()
+    for each in (model, same):
+        each.append(nn.BatchNorm1d(8, device="meta" if each is same else None))
+        each.register_buffer("table", torch.randn(64, 64))
+    save_compressed(model, tmp_path / "m.safetensors")
+    same[0].to("meta")
+    before = {name: (t, t.data_ptr()) for name, t in same.state_dict(keep_vars=True).items() if name in ("table", "1.weight", "2.bias")}
+    load_compressed(same, tmp_path / "m.safetensors")
+    after, wanted = same.state_dict(keep_vars=True), model.state_dict()
+    assert all(after[name] is t and t.data_ptr() == address for name, (t, address) in before.items())
+    assert after.keys() == wanted.keys() and all(torch.equal(t, wanted[name]) for name, t in after.items())
+
+
 def test_names_and_metadata_of_the_file(tmp_path):
     path = tmp_path / "m.safetensors"
     save_compressed(compressed(), path)

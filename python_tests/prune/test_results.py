@@ -14,7 +14,7 @@ import nmkernels as nm
 from nmkernels.pattern import Pattern
 from nmkernels.prune import prune as engine
 from nmkernels.prune import prune_
-from nmkernels.prune.results import digest
+from nmkernels.prune.results import Results, digest
 from python_tests import moe
 from python_tests.integrations.folders import content
 from python_tests.prune.test_prune import BLOCKS, Rare, ViT, assert_same, images, rows, weights
@@ -190,6 +190,13 @@ def test_a_damaged_unit_is_named(tmp_path, damage, sequential):
     want = ViT()
     run(want, None, sequential=sequential)
     assert_same(weights(want), weights(model))
+
+
+def test_a_deleted_unit_is_named(tmp_path):
+    with pytest.raises(
+        nm.CheckpointError, match=r"unit-0003.safetensors was deleted meanwhile; start again, and this unit is pruned again\."
+    ):
+        Results(tmp_path / "folder", {}).load(3)
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{", "3", '"x"'])
