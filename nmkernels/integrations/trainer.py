@@ -23,6 +23,9 @@ from .ending import finish_or_warn
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 """The values of ``TrainingArguments.optim`` that are replaced by the recipe's optimizer."""
 
+OF_TORCH = ("fused", "foreach", "differentiable", "decoupled_weight_decay", "param_names")
+"""Entries of a parameter group of torch's AdamW that the recipe's optimizer does not take over."""
+
 IN_BACKWARD = ("lomo", "layerwise")
 """Name parts of optimizers that update weights in the backward pass."""
 
@@ -31,10 +34,10 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     """Make ``trainer.train()`` follow a recipe, from the first step to the finished model. Call it last before ``train()``.
 
     The trainer's model becomes sparse in place. If the trainer would use torch's AdamW, it uses the recipe's optimizer instead, with the
-    same parameter groups, learning rate, betas, ε and weight decay; any other optimizer is kept. ``train()`` attaches the recipe to the
-    optimizer, so checkpoints include its state and ``train(resume_from_checkpoint=True)`` continues exactly. The recipe's metrics are
-    logged with the loss, as ``nm/density`` etc. Evaluation runs the model that ``handle.finish()`` would leave, so the best model is the
-    best sparse one.
+    same parameter groups, learning rate, betas, ε and weight decay; any other optimizer is kept, also one that a subclass makes.
+    ``train()`` attaches the recipe to the optimizer, so checkpoints include its state and ``train(resume_from_checkpoint=True)`` continues
+    exactly. The recipe's metrics are logged with the loss, as ``nm/density`` etc. Evaluation runs the model that ``handle.finish()`` would
+    leave, so the best model is the best sparse one.
 
     Args:
         trainer: a ``transformers.Trainer``, or a subclass, before ``train()``.
@@ -80,9 +83,13 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
         if keywords is None or trainer.optimizer is not None:
             return original(*args, **kwargs)
         made = original(*args, **kwargs)
-        # with what the trainer has set for single groups, such as a learning rate, besides weight decay
+        if type(made) is not torch.optim.AdamW:  # made by a subclass
+            _check_kept(handle.recipe, type(made), "make torch.optim.AdamW in create_optimizer")
+            return made
+        # with what the trainer has set for single groups, such as a learning rate or amsgrad
         groups = [
-            {k: v for k, v in group.items() if k in ("params", "weight_decay") or v != keywords.get(k, v)} for group in made.param_groups
+            {k: v for k, v in group.items() if k == "params" or (k not in OF_TORCH and (k not in keywords or v != keywords[k]))}
+            for group in made.param_groups
         ]
         # the trainer leaves out frozen parameters, but attach finds the layers by their weights
         updated = {id(p) for group in groups for p in group["params"]}
@@ -221,18 +228,26 @@ def _steps(trainer: Any) -> int:
 
 def _own_optimizer(trainer: Any, recipe: Recipe) -> dict[str, Any] | None:
     """The keywords for the recipe's own optimizer, from the trainer's AdamW; None if the trainer's optimizer is kept."""
-    needed, chosen = recipe.setup.optimizer, trainer.optimizer_cls_and_kwargs
+    chosen = trainer.optimizer_cls_and_kwargs
     if chosen is not None:
-        kind = chosen[0]
-        if needed is not None and not (isinstance(kind, type) and issubclass(kind, needed)):
-            raise RecipeError(_not_with(recipe, getattr(kind, "__name__", str(kind)), "leave optimizer_cls_and_kwargs out"))
+        _check_kept(recipe, chosen[0], "leave optimizer_cls_and_kwargs out")
         return None
     if _optim(trainer.args) in ADAMW:
-        _, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        return {name: value for name, value in keywords.items() if name != "fused"}
-    if needed is not None or type(innermost(recipe)).optimizer is not Recipe.optimizer:
+        kind, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        if kind is torch.optim.AdamW:
+            return {name: value for name, value in keywords.items() if name not in OF_TORCH}
+        _check_kept(recipe, kind, "return torch.optim.AdamW from get_optimizer_cls_and_kwargs")
+        return None
+    if recipe.setup.optimizer is not None or type(innermost(recipe)).optimizer is not Recipe.optimizer:
         raise RecipeError(_not_with(recipe, f"optim={_optim(trainer.args)!r}", "set optim='adamw_torch'"))
     return None
+
+
+def _check_kept(recipe: Recipe, kind: Any, way_out: str) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with the trainer's optimizer of class ``kind``."""
+    needed = recipe.setup.optimizer
+    if needed is not None and not (isinstance(kind, type) and issubclass(kind, needed)):
+        raise RecipeError(_not_with(recipe, getattr(kind, "__name__", str(kind)), way_out))
 
 
 def _not_with(recipe: Recipe, optimizer: str, way_out: str) -> str:

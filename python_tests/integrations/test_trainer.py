@@ -406,6 +406,53 @@ def test_another_optimizer_stays(tmp_path, how):
         assert type(trainer.optimizer) is MaskedAdamW and trainer.optimizer.param_groups[0]["lr"] == 0.1
 
 
+class Own(Trainer):
+    """A subclass that makes its own optimizer: ``kind``, of two groups."""
+
+    kind, keywords = torch.optim.SGD, {"momentum": 0.9}
+
+    def create_optimizer(self, model=None):
+        weights = list(self.model.parameters())
+        self.optimizer = self.kind([{"params": weights[:4], **self.keywords}, {"params": weights[4:], "lr": 0.02}], lr=0.05)
+        return self.optimizer
+
+
+class ByClass(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("parent", "kind", "keywords"),
+    [
+        (Own, torch.optim.SGD, {"momentum": 0.9}),
+        (Own, torch.optim.Adam, {"weight_decay": 0.3, "amsgrad": True}),
+        (Own, torch.optim.AdamW, {"betas": (0.8, 0.9), "amsgrad": True, "maximize": True, "weight_decay": 0.3}),
+        (ByClass, torch.optim.RMSprop, {"alpha": 0.9}),
+    ],
+)
+def test_an_optimizer_of_a_subclass_stays(tmp_path, parent, kind, keywords):
+    def make(recipe):
+        cls = type("Sub", (parent,), {"kind": kind, "keywords": keywords} if parent is Own else {})
+        trainer = cls(model=llama(), args=settings(tmp_path, max_steps=1), train_dataset=DATA)
+        prepare(trainer, recipe)
+        return trainer
+
+    trainer = make("srste:2:4")
+    trainer.train()
+    of_torch = kind is torch.optim.AdamW
+    optimizer = unwrapped(trainer.optimizer)
+    assert type(optimizer) is (MaskedAdamW if of_torch else kind) and is_pruned(trainer.model)
+    assert keywords.items() <= optimizer.param_groups[0].items()
+    if parent is Own:
+        assert [group["initial_lr"] for group in optimizer.param_groups] == [0.05, 0.02] and len(optimizer.param_groups[0]["params"]) == 4
+        assert optimizer.param_groups[1]["weight_decay"] == kind([nn.Parameter(torch.zeros(1))], lr=0.1).defaults["weight_decay"]
+    if not of_torch:
+        with pytest.raises(nm.RecipeError, match=f"STEP freezes the second moment, which {kind.__name__} cannot: (make|return) torch"):
+            make("step:2:4").train()
+
+
 def edited(trainer, **values):
     for name, value in values.items():
         setattr(trainer, name, value)
