@@ -5,7 +5,9 @@ A callback is not enough: it cannot choose the optimizer, and the layers have to
 
 from __future__ import annotations
 
+import warnings
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.compose import innermost
 from ..recipes.registry import parse, resolve
-from ..train.optimizers import unwrapped
+from ..train.optimizers import STATE_KEY, unwrapped
 from ..train.sparsify import FilterFn
 from .ending import finish_or_warn
 
@@ -154,10 +156,30 @@ class RecipeCallback(TrainerCallback):
         best, self.best = self.best, None
         _save_by_hub_names(self.handle.model, True)
         with finish_or_warn("train"):
-            if best is not None and best[0] != state.global_step:
-                self.handle.load_state_dict(best[1])  # the trainer has loaded the best weights; these are their masks
+            if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
+                # the trainer has loaded the best weights, but not their masks
+                if best is not None and best[0] == state.best_global_step:
+                    self.handle.load_state_dict(best[1])
+                else:
+                    self.load_masks(Path(state.best_model_checkpoint))
             if self.finish:
                 self.handle.finish()
+
+    def load_masks(self, checkpoint: Path) -> None:
+        """Load the recipe's state of a checkpoint that an earlier process wrote, with the optimizer's."""
+        file, handle = checkpoint / "optimizer.pt", self.handle
+        if file.exists() and self.attached is not None:
+            self.attached.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif "held" in handle.state_dict()[STATE_KEY]:
+            learned = any(layer.learned() for layer in handle.layers.values())
+            if not learned:
+                handle.renew_masks()
+            warnings.warn(
+                f"train: {file} is missing, so the masks of the best model are "
+                f"{'those of the last step' if learned else 'chosen again from its weights'}. Checkpoints have it "
+                "without save_only_model and FSDP.",
+                stacklevel=2,
+            )
 
 
 def _save_by_hub_names(model: Any, on: bool) -> None:

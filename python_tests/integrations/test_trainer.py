@@ -215,14 +215,30 @@ def test_the_best_model_is_the_best_sparse_one(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
 
 
+@pytest.mark.parametrize("resumed", ["", "resumed", "without its optimizer"])
 @pytest.mark.parametrize("recipe", ["asp:2:4(start=3)", "lbc:2:4"])
-def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe):
-    """Where it is older than those that are held at the end."""
+def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe, resumed):
+    """Where it is older than those that are held at the end, or than the process."""
     worst = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
-    prepare(trainer, recipe)
-    with pytest.warns(UserWarning, match="has not been trained in the form"):
+    lost = resumed == "without its optimizer"
+    if resumed:
+        trainer.add_callback(Stop())
+        prepare(trainer, recipe, finish=False)
         trainer.train()
+        if lost:
+            (tmp_path / "checkpoint-1" / "optimizer.pt").unlink()
+        trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
+    prepare(trainer, recipe)
+    with pytest.warns(UserWarning) as caught:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumed else None)
+    messages = "\n".join(str(w.message) for w in caught)
+    if lost:
+        by = "those of the last step" if recipe == "lbc:2:4" else "chosen again from its weights"
+        assert f"is missing, so the masks of the best model are {by}" in messages
+        if recipe == "lbc:2:4":
+            return
+    assert "has not been trained in the form" in messages or lost
     assert trainer.state.best_global_step == 1 and is_pruned(trainer.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
 
