@@ -53,8 +53,8 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
 
     Raises:
         RecipeError: the trainer already has an optimizer, or uses what the recipe cannot run with: DeepSpeed, FSDP1, ``DataParallel`` over
-            several GPUs, ``model_init``, another optimizer than the recipe needs. Otherwise as ``sparsify_``. Trainer and model are then
-            unchanged.
+            several GPUs, ``model_init``, frozen weights only, another optimizer than the recipe needs. Otherwise as ``sparsify_``. Trainer
+            and model are then unchanged.
 
     Example::
 
@@ -68,6 +68,12 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     recipe = resolve(recipe, lambda: _steps(trainer))
     keywords = _own_optimizer(trainer, recipe)
     handle = sparsify_(trainer.model, recipe, filter_fn)
+    if not any(p.requires_grad for layer in handle.layers.values() for p in (layer.parameter, *layer.learned().values())):
+        handle.remove()
+        raise RecipeError(
+            "prepare: all weights of the sparse layers are frozen, as those under a LoRA adapter are. Make the model sparse and finish it "
+            "before adding the adapter, which then trains on the sparse weights without a recipe; or unfreeze them."
+        )
     callback = RecipeCallback(handle, None if has_steps else recipe.total_steps, finish)
     # first, before the callbacks that write the log or upload the model at the end
     trainer.callback_handler.callbacks.insert(0, callback)

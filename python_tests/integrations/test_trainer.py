@@ -505,6 +505,9 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
     refused("no train_dataset", edited(trainer_of(tmp_path, max_steps=-1), train_dataset=None), "mdgf:2:4")
     refused("no recipe is called 'srst'", trainer_of(tmp_path), "srst:2:4")
     refused("MaskLLM makes parameter groups of its own.*adamw_torch", trainer_of(tmp_path, optim="sgd"), "maskllm:2:4")
+    frozen = llama()
+    frozen.model.requires_grad_(False)  # as PEFT's LoRA does
+    refused("are frozen.*finish it before adding the adapter", trainer_of(tmp_path, frozen))
     refused("expected a transformers.Trainer; got SimpleNamespace", types.SimpleNamespace(model=model))
     twice = trainer_of(tmp_path)
     prepare(twice, "srste:2:4")
