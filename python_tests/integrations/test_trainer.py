@@ -188,6 +188,21 @@ def test_training_in_parts(tmp_path):
         other.train()
 
 
+def test_resuming_for_more_steps(tmp_path):
+    """The schedule is that of the checkpoint, which the trainer has set."""
+    first = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    prepare(first, "mdgf:2:4", finish=False)
+    first.train()
+    longer = trainer_of(tmp_path, max_steps=6)
+    prepare(longer, "mdgf:2:4")
+    with pytest.raises(nm.CheckpointError, match="4 there and 6 here.*than max_steps or epochs gave, set total_steps=4 in the recipe"):
+        longer.train(resume_from_checkpoint=True)
+    longer = trainer_of(tmp_path, max_steps=6)
+    prepare(longer, "mdgf:2:4(total_steps=4)")
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 6 and is_pruned(longer.model)
+
+
 # ---- the end
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
