@@ -45,6 +45,9 @@ class Sparsity(Callback):
         trainer.optimizers[0].load_state_dict(best["optimizer_states"][0])
         sparsity.handle.finish()
 
+    List the callback before ``WeightAveraging``. An average over ASP's dense phase (``start=``) is validated without the masks, which
+    ``finish`` then applies to it.
+
     Args:
         recipe: an instance, or a name such as ``"step:2:4"``; ``total_steps``, if needed and not set, is
             ``trainer.estimated_stepping_batches``.
@@ -56,8 +59,8 @@ class Sparsity(Callback):
 
     Raises, when ``fit`` begins:
         RecipeError: the strategy shards weights in an unsupported way, an earlier ``fit`` has finished the module, the number of steps is
-            unknown or has changed, or as ``sparsify_`` and ``handle.attach``: STEP, for one, needs ``nm.optim.MaskedAdamW`` from
-            ``configure_optimizers``.
+            unknown or has changed, ``WeightAveraging`` cannot follow the recipe, or as ``sparsify_`` and ``handle.attach``: STEP, for one,
+            needs ``nm.optim.MaskedAdamW`` from ``configure_optimizers``.
 
     Example::
 
@@ -137,6 +140,7 @@ class Sparsity(Callback):
             if not self._begun:
                 raise
             raise RecipeError(f"{error} Or resume from a checkpoint of the earlier fit: fit(..., ckpt_path=...).") from error
+        _check_averages(trainer, pl_module)
         self._begun = True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -174,6 +178,21 @@ class Sparsity(Callback):
     def _own(self) -> Handle:
         assert self.handle is not None
         return self.handle
+
+
+def _check_averages(trainer: Any, pl_module: Any) -> None:
+    """Raise ``RecipeError`` if a callback averages a copy of the module that lacks tensors which the recipe has added since, and would
+    take one tensor for another."""
+    for callback in trainer.callbacks:
+        if all(kind.__name__ != "WeightAveraging" for kind in type(callback).__mro__):
+            continue
+        # it pairs them by position; tensors after the last one of the copy do not matter
+        present, copied = ([*dict(m.named_parameters()), *dict(m.named_buffers())] for m in (pl_module, callback._average_model.module))
+        if added := next((mine for mine, its in zip(present, copied, strict=False) if mine != its), None):
+            raise RecipeError(
+                f"fit: {type(callback).__name__} copied the module before the recipe added {added!r} to it. List Sparsity before it; if "
+                "it is, average the module in a callback of your own, with torch.optim.swa_utils.AveragedModel(module) in on_train_start."
+            )
 
 
 def _steps(trainer: Any) -> int:

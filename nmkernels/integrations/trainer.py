@@ -5,7 +5,9 @@ A callback is not enough: it cannot choose the optimizer, and the layers have to
 
 from __future__ import annotations
 
+import warnings
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,15 @@ from ..pattern import RecipeError
 from ..recipes import Handle, Recipe, sparsify_
 from ..recipes.compose import innermost
 from ..recipes.registry import parse, resolve
-from ..train.optimizers import unwrapped
+from ..train.optimizers import STATE_KEY, unwrapped
 from ..train.sparsify import FilterFn
 from .ending import finish_or_warn
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 """The values of ``TrainingArguments.optim`` that are replaced by the recipe's optimizer."""
+
+OF_TORCH = ("fused", "foreach", "differentiable", "decoupled_weight_decay", "param_names")
+"""Entries of a parameter group of torch's AdamW that the recipe's optimizer does not take over."""
 
 IN_BACKWARD = ("lomo", "layerwise")
 """Name parts of optimizers that update weights in the backward pass."""
@@ -31,10 +36,10 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     """Make ``trainer.train()`` follow a recipe, from the first step to the finished model. Call it last before ``train()``.
 
     The trainer's model becomes sparse in place. If the trainer would use torch's AdamW, it uses the recipe's optimizer instead, with the
-    same parameter groups, learning rate, betas, ε and weight decay; any other optimizer is kept. ``train()`` attaches the recipe to the
-    optimizer, so checkpoints include its state and ``train(resume_from_checkpoint=True)`` continues exactly. The recipe's metrics are
-    logged with the loss, as ``nm/density`` etc. Evaluation runs the model that ``handle.finish()`` would leave, so the best model is the
-    best sparse one.
+    same parameter groups, learning rate, betas, ε and weight decay; any other optimizer is kept, also one that a subclass makes.
+    ``train()`` attaches the recipe to the optimizer, so checkpoints include its state and ``train(resume_from_checkpoint=True)`` continues
+    exactly. The recipe's metrics are logged with the loss, as ``nm/density`` etc. Evaluation runs the model that ``handle.finish()`` would
+    leave, so the best model is the best sparse one.
 
     Args:
         trainer: a ``transformers.Trainer``, or a subclass, before ``train()``.
@@ -48,8 +53,8 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
 
     Raises:
         RecipeError: the trainer already has an optimizer, or uses what the recipe cannot run with: DeepSpeed, FSDP1, ``DataParallel`` over
-            several GPUs, ``model_init``, another optimizer than the recipe needs. Otherwise as ``sparsify_``. Trainer and model are then
-            unchanged.
+            several GPUs, ``model_init``, frozen weights only, another optimizer than the recipe needs. Otherwise as ``sparsify_``. Trainer
+            and model are then unchanged.
 
     Example::
 
@@ -63,6 +68,12 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
     recipe = resolve(recipe, lambda: _steps(trainer))
     keywords = _own_optimizer(trainer, recipe)
     handle = sparsify_(trainer.model, recipe, filter_fn)
+    if not any(p.requires_grad for layer in handle.layers.values() for p in (layer.parameter, *layer.learned().values())):
+        handle.remove()
+        raise RecipeError(
+            "prepare: all weights of the sparse layers are frozen, as those under a LoRA adapter are. Make the model sparse and finish it "
+            "before adding the adapter, which then trains on the sparse weights without a recipe; or unfreeze them."
+        )
     callback = RecipeCallback(handle, None if has_steps else recipe.total_steps, finish)
     # first, before the callbacks that write the log or upload the model at the end
     trainer.callback_handler.callbacks.insert(0, callback)
@@ -80,9 +91,13 @@ def prepare(trainer: Any, recipe: Recipe | str, filter_fn: FilterFn | None = Non
         if keywords is None or trainer.optimizer is not None:
             return original(*args, **kwargs)
         made = original(*args, **kwargs)
-        # with what the trainer has set for single groups, such as a learning rate, besides weight decay
+        if type(made) is not torch.optim.AdamW:  # made by a subclass
+            _check_kept(handle.recipe, type(made), "make torch.optim.AdamW in create_optimizer")
+            return made
+        # with what the trainer has set for single groups, such as a learning rate or amsgrad
         groups = [
-            {k: v for k, v in group.items() if k in ("params", "weight_decay") or v != keywords.get(k, v)} for group in made.param_groups
+            {k: v for k, v in group.items() if k == "params" or (k not in OF_TORCH and (k not in keywords or v != keywords[k]))}
+            for group in made.param_groups
         ]
         # the trainer leaves out frozen parameters, but attach finds the layers by their weights
         updated = {id(p) for group in groups for p in group["params"]}
@@ -147,10 +162,30 @@ class RecipeCallback(TrainerCallback):
         best, self.best = self.best, None
         _save_by_hub_names(self.handle.model, True)
         with finish_or_warn("train"):
-            if best is not None and best[0] != state.global_step:
-                self.handle.load_state_dict(best[1])  # the trainer has loaded the best weights; these are their masks
+            if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
+                # the trainer has loaded the best weights, but not their masks
+                if best is not None and best[0] == state.best_global_step:
+                    self.handle.load_state_dict(best[1])
+                else:
+                    self.load_masks(Path(state.best_model_checkpoint))
             if self.finish:
                 self.handle.finish()
+
+    def load_masks(self, checkpoint: Path) -> None:
+        """Load the recipe's state of a checkpoint that an earlier process wrote, with the optimizer's."""
+        file, handle = checkpoint / "optimizer.pt", self.handle
+        if file.exists() and self.attached is not None:
+            self.attached.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+        elif "held" in handle.state_dict()[STATE_KEY]:
+            learned = any(layer.learned() for layer in handle.layers.values())
+            if not learned:
+                handle.renew_masks()
+            warnings.warn(
+                f"train: {file} is missing, so the masks of the best model are "
+                f"{'those of the last step' if learned else 'chosen again from its weights'}. Checkpoints have it "
+                "without save_only_model and FSDP.",
+                stacklevel=2,
+            )
 
 
 def _save_by_hub_names(model: Any, on: bool) -> None:
@@ -221,18 +256,26 @@ def _steps(trainer: Any) -> int:
 
 def _own_optimizer(trainer: Any, recipe: Recipe) -> dict[str, Any] | None:
     """The keywords for the recipe's own optimizer, from the trainer's AdamW; None if the trainer's optimizer is kept."""
-    needed, chosen = recipe.setup.optimizer, trainer.optimizer_cls_and_kwargs
+    chosen = trainer.optimizer_cls_and_kwargs
     if chosen is not None:
-        kind = chosen[0]
-        if needed is not None and not (isinstance(kind, type) and issubclass(kind, needed)):
-            raise RecipeError(_not_with(recipe, getattr(kind, "__name__", str(kind)), "leave optimizer_cls_and_kwargs out"))
+        _check_kept(recipe, chosen[0], "leave optimizer_cls_and_kwargs out")
         return None
     if _optim(trainer.args) in ADAMW:
-        _, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        return {name: value for name, value in keywords.items() if name != "fused"}
-    if needed is not None or type(innermost(recipe)).optimizer is not Recipe.optimizer:
+        kind, keywords = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        if kind is torch.optim.AdamW:
+            return {name: value for name, value in keywords.items() if name not in OF_TORCH}
+        _check_kept(recipe, kind, "return torch.optim.AdamW from get_optimizer_cls_and_kwargs")
+        return None
+    if recipe.setup.optimizer is not None or type(innermost(recipe)).optimizer is not Recipe.optimizer:
         raise RecipeError(_not_with(recipe, f"optim={_optim(trainer.args)!r}", "set optim='adamw_torch'"))
     return None
+
+
+def _check_kept(recipe: Recipe, kind: Any, way_out: str) -> None:
+    """Raise ``RecipeError`` if ``recipe`` cannot run with the trainer's optimizer of class ``kind``."""
+    needed = recipe.setup.optimizer
+    if needed is not None and not (isinstance(kind, type) and issubclass(kind, needed)):
+        raise RecipeError(_not_with(recipe, getattr(kind, "__name__", str(kind)), way_out))
 
 
 def _not_with(recipe: Recipe, optimizer: str, way_out: str) -> str:

@@ -121,7 +121,10 @@ def check_state(recipe: Recipe, state: Any, group: dict[str, Any]) -> None:
     then = {name: recipe._renamed.get(str(theirs.get(name)), theirs.get(name)) for name in same}
     changed = [f"{key} is {value} there and {mine[key]} here" for key, value in then.items() if value != mine[key]]
     if changed:
-        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(changed)}. Resume with the same settings.")
+        way_out, steps = "Resume with the same settings", then.get("total_steps")
+        if steps is not None and steps != recipe.total_steps:  # a trainer may have set it
+            way_out += f"; to train for more steps than max_steps or epochs gave, set total_steps={steps} in the recipe"
+        raise CheckpointError(f"the checkpoint was written under another schedule: {'; '.join(changed)}. {way_out}.")
     if isinstance(recipe, Composite):
         inner, inner_state = recipe.active(state)
         if inner_state is state:

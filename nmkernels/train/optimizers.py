@@ -313,7 +313,14 @@ def mark_held_masks(a: Attachment) -> None:
             state.pop(layer.parameter, None)
 
 
+def _join_added(a: Attachment) -> None:
+    """Take over the layers of parameter groups that were added since the last step, of which a state dict has masks too."""
+    if sum(len(group["params"]) for group in a.optimizer.param_groups) != a.size:
+        _join(a)
+
+
 def _after_state_dict(a: Attachment, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    _join_added(a)
     run, layers, drives = a.run, holding(a), a.run.attachments[-1:] == [a]
     every = {name: layer for other in run.attachments for name, layer in holding(other).items()} if drives else layers
     text, masks = written(run.save(), run.layers, every)
@@ -326,6 +333,7 @@ def _after_state_dict(a: Attachment, optimizer: torch.optim.Optimizer, state_dic
 
 
 def _before_load(a: Attachment, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    _join_added(a)
     keys, states = _keys(optimizer, state_dict), dict(state_dict["state"])
     a.loaded_masks, a.loaded = {}, None
     for name, layer in a.layers.items():

@@ -452,6 +452,25 @@ def test_the_end_of_a_fit_keeps_the_run(tmp_path):
             assert is_pruned(net)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sparsity_first", "added"),
+    [("srste:2:4", False, ""), ("sste:2:4", True, ""), ("sste:2:4", False, "nm_scale"), ("mdgf:2:4", True, "nm_flow")],
+)
+def test_an_average_of_the_module(tmp_path, recipe, sparsity_first, added):
+    """Lightning's copies the module before it is trained, and pairs parameters and buffers by position."""
+    fit(trainer_of(tmp_path, L.callbacks.EMAWeightAveraging(decay=0.5), Sparsity(recipe)), alone := Net())
+    assert is_pruned(alone), "without buffers of its own all pairs are right"
+    sparsity, average, net = Sparsity(recipe), L.callbacks.EMAWeightAveraging(decay=0.5), Net()
+    net.inner[4].register_buffer("count", torch.zeros(3))
+    trainer = trainer_of(tmp_path, *([sparsity, average] if sparsity_first else [average, sparsity]))
+    if added:
+        with pytest.raises(nm.RecipeError, match=f"added 'inner.0.{added}' to it. List Sparsity before it; if it is, average"):
+            fit(trainer, net)
+        trainer = trainer_of(tmp_path, sparsity)
+    fit(trainer, net)
+    assert is_pruned(net)
+
+
 def test_what_cannot_work_is_refused(tmp_path):
     for name, way in (("FSDPStrategy", "ModelParallelStrategy"), ("DeepSpeedStrategy", "flat copies")):
         trainer = SimpleNamespace(strategy=type(name, (), {})())

@@ -188,6 +188,21 @@ def test_training_in_parts(tmp_path):
         other.train()
 
 
+def test_resuming_for_more_steps(tmp_path):
+    """The schedule is that of the checkpoint, which the trainer has set."""
+    first = trainer_of(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    prepare(first, "mdgf:2:4", finish=False)
+    first.train()
+    longer = trainer_of(tmp_path, max_steps=6)
+    prepare(longer, "mdgf:2:4")
+    with pytest.raises(nm.CheckpointError, match="4 there and 6 here.*than max_steps or epochs gave, set total_steps=4 in the recipe"):
+        longer.train(resume_from_checkpoint=True)
+    longer = trainer_of(tmp_path, max_steps=6)
+    prepare(longer, "mdgf:2:4(total_steps=4)")
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 6 and is_pruned(longer.model)
+
+
 # ---- the end
 
 BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
@@ -215,14 +230,30 @@ def test_the_best_model_is_the_best_sparse_one(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
 
 
+@pytest.mark.parametrize("resumed", ["", "resumed", "without its optimizer"])
 @pytest.mark.parametrize("recipe", ["asp:2:4(start=3)", "lbc:2:4"])
-def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe):
-    """Where it is older than those that are held at the end."""
+def test_a_best_model_is_finished_by_masks_of_its_own(tmp_path, recipe, resumed):
+    """Where it is older than those that are held at the end, or than the process."""
     worst = {**BEST, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
-    prepare(trainer, recipe)
-    with pytest.warns(UserWarning, match="has not been trained in the form"):
+    lost = resumed == "without its optimizer"
+    if resumed:
+        trainer.add_callback(Stop())
+        prepare(trainer, recipe, finish=False)
         trainer.train()
+        if lost:
+            (tmp_path / "checkpoint-1" / "optimizer.pt").unlink()
+        trainer = trainer_of(tmp_path, llama(initializer_range=0.3), **worst, max_steps=5)
+    prepare(trainer, recipe)
+    with pytest.warns(UserWarning) as caught:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resumed else None)
+    messages = "\n".join(str(w.message) for w in caught)
+    if lost:
+        by = "those of the last step" if recipe == "lbc:2:4" else "chosen again from its weights"
+        assert f"is missing, so the masks of the best model are {by}" in messages
+        if recipe == "lbc:2:4":
+            return
+    assert "has not been trained in the form" in messages or lost
     assert trainer.state.best_global_step == 1 and is_pruned(trainer.model)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
 
@@ -406,6 +437,53 @@ def test_another_optimizer_stays(tmp_path, how):
         assert type(trainer.optimizer) is MaskedAdamW and trainer.optimizer.param_groups[0]["lr"] == 0.1
 
 
+class Own(Trainer):
+    """A subclass that makes its own optimizer: ``kind``, of two groups."""
+
+    kind, keywords = torch.optim.SGD, {"momentum": 0.9}
+
+    def create_optimizer(self, model=None):
+        weights = list(self.model.parameters())
+        self.optimizer = self.kind([{"params": weights[:4], **self.keywords}, {"params": weights[4:], "lr": 0.02}], lr=0.05)
+        return self.optimizer
+
+
+class ByClass(Trainer):
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return torch.optim.RMSprop, {"lr": 1e-3, "alpha": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("parent", "kind", "keywords"),
+    [
+        (Own, torch.optim.SGD, {"momentum": 0.9}),
+        (Own, torch.optim.Adam, {"weight_decay": 0.3, "amsgrad": True}),
+        (Own, torch.optim.AdamW, {"betas": (0.8, 0.9), "amsgrad": True, "maximize": True, "weight_decay": 0.3}),
+        (ByClass, torch.optim.RMSprop, {"alpha": 0.9}),
+    ],
+)
+def test_an_optimizer_of_a_subclass_stays(tmp_path, parent, kind, keywords):
+    def make(recipe):
+        cls = type("Sub", (parent,), {"kind": kind, "keywords": keywords} if parent is Own else {})
+        trainer = cls(model=llama(), args=settings(tmp_path, max_steps=1), train_dataset=DATA)
+        prepare(trainer, recipe)
+        return trainer
+
+    trainer = make("srste:2:4")
+    trainer.train()
+    of_torch = kind is torch.optim.AdamW
+    optimizer = unwrapped(trainer.optimizer)
+    assert type(optimizer) is (MaskedAdamW if of_torch else kind) and is_pruned(trainer.model)
+    assert keywords.items() <= optimizer.param_groups[0].items()
+    if parent is Own:
+        assert [group["initial_lr"] for group in optimizer.param_groups] == [0.05, 0.02] and len(optimizer.param_groups[0]["params"]) == 4
+        assert optimizer.param_groups[1]["weight_decay"] == kind([nn.Parameter(torch.zeros(1))], lr=0.1).defaults["weight_decay"]
+    if not of_torch:
+        with pytest.raises(nm.RecipeError, match=f"STEP freezes the second moment, which {kind.__name__} cannot: (make|return) torch"):
+            make("step:2:4").train()
+
+
 def edited(trainer, **values):
     for name, value in values.items():
         setattr(trainer, name, value)
@@ -442,6 +520,9 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
     refused("no train_dataset", edited(trainer_of(tmp_path, max_steps=-1), train_dataset=None), "mdgf:2:4")
     refused("no recipe is called 'srst'", trainer_of(tmp_path), "srst:2:4")
     refused("MaskLLM makes parameter groups of its own.*adamw_torch", trainer_of(tmp_path, optim="sgd"), "maskllm:2:4")
+    frozen = llama()
+    frozen.model.requires_grad_(False)  # as PEFT's LoRA does
+    refused("are frozen.*finish it before adding the adapter", trainer_of(tmp_path, frozen))
     refused("expected a transformers.Trainer; got SimpleNamespace", types.SimpleNamespace(model=model))
     twice = trainer_of(tmp_path)
     prepare(twice, "srste:2:4")

@@ -57,18 +57,22 @@ def test_a_layer_that_is_unfrozen_later_keeps_its_zeros(name, kind, how):
     assert sum(HELD in state for state in saved["state"].values()) == 2
     kept = model[0].weight != 0
 
-    model = copy.deepcopy(model)  # resumed, with the groups in the order that they have now
-    resumed = nm.sparsify_(nm.densify_(model), HOLDING[name]())
-    again = OPTIMIZERS[kind](model.parameters())
-    again.param_groups[0]["params"] = [p for i in (2, 4, 0) for p in model[i].parameters()]
-    if how == "add_param_group":
-        params = again.param_groups[0]["params"]
-        again.param_groups[0]["params"] = params[:-2]
-        again.add_param_group({"params": params[-2:]})
-    again.load_state_dict(saved)
-    resumed.attach(again)
-    train(model, again, batches(2))
-    assert torch.equal(kept, model[0].weight != 0)
+    for attach_first in (False, True):  # resumed, with the groups in the order that they have now
+        model = copy.deepcopy(model)
+        resumed = nm.sparsify_(nm.densify_(model), HOLDING[name]())
+        again = OPTIMIZERS[kind]([p for i in (2, 4) for p in model[i].parameters()])
+        if attach_first:
+            resumed.attach(again)
+        if how == "append":
+            again.param_groups[0]["params"] += model[0].parameters()
+        else:
+            again.add_param_group({"params": list(model[0].parameters())})
+        again.load_state_dict(copy.deepcopy(saved))
+        if not attach_first:
+            resumed.attach(again)
+        assert sum(HELD in state for state in again.state_dict()["state"].values()) == 2
+        train(model, again, batches(2))
+        assert torch.equal(kept, model[0].weight != 0)
 
 
 def test_a_late_group_needs_a_supported_optimizer():
