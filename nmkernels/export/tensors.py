@@ -130,17 +130,18 @@ def shortened(value: object) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of a message, and the next if it announces one, or the error's type, without a full stop.
+def first_line(error: BaseException, typed: bool = False) -> str:
+    """The first line of a message, and the next if it announces one, without a full stop; ``typed``: after the error's type, as always
+    where the message is a key or empty.
 
     Example:
         >>> first_line(ValueError("It is wrong:\\n  too long.\\nAnd more.")), first_line(KeyError("name"))
         ('It is wrong: too long', "KeyError: 'name'")
     """
-    kind = type(error).__name__
-    lines = f"{kind}: {error}".splitlines() if isinstance(error, KeyError) else str(error).strip().splitlines() or [kind]
+    kind = f"{type(error).__name__}: " if typed or isinstance(error, KeyError) else ""
+    lines = f"{kind}{error}".strip().splitlines() or [type(error).__name__]
     text = " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-    return text[:200].rstrip(".")
+    return text[:200].rstrip(":. ")
 
 
 def parse(text: str | bytes) -> Any:

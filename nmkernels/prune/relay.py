@@ -251,9 +251,9 @@ class Relay:
                     if isinstance(error, (NMError, torch.OutOfMemoryError)) or self.forward is not call:
                         raise
                     raise RecipeError(
-                        f"prune_: the model cannot run batch {number + 1} of data, {described(batch)}: {type(error).__name__}: "
-                        f"{first_line(error)}. A batch is what the model takes: a mapping of keyword arguments, a tuple of arguments, or a "
-                        "tensor; forward=lambda model, batch: ... calls it in another way."
+                        f"prune_: the model cannot run batch {number + 1} of data, {described(batch)}: {first_line(error, typed=True)}. A "
+                        "batch is what the model takes: a mapping of keyword arguments, a tuple of arguments, or a tensor; "
+                        "forward=lambda model, batch: ... calls it in another way."
                     ) from error
                 outputs += sketch(output)
                 first = first or self._events
@@ -281,7 +281,7 @@ class Relay:
         except (CheckpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            return f"when blocks answer from a store, {type(error).__name__}: {first_line(error)}"
+            return f"when blocks answer from a store, {first_line(error, typed=True)}"
         finally:
             self._answers, self._outputs = {}, []
             for block in self.blocks:
