@@ -29,7 +29,7 @@ from ..recipes.existing import LOOKED_FOR, existing_pattern
 from ..train.report import starred
 from ..train.sparsify import TIED, LayerCandidate, candidates
 from .card import METHOD, config_entry, end_card, write_card
-from .folders import CONFIG, REPORT, carry_over, check_complete, check_out, check_weights, parts_of, read_config
+from .folders import CONFIG, REPORT, RESULT, carry_over, check_complete, check_out, check_weights, parts_of, read_config
 from .foreign import SCALED, bitmask, damaged, keeps_steps, marlin24, masked
 from .plan import announce, check_filled
 from .safetensors import HUGGING_FACE, described, table
@@ -46,7 +46,7 @@ OTHERS = re.compile(r"\.(weight|input|output|[qkv])_(scale|zero_point|g_idx|glob
 """Tensors of compressed-tensors that have no place in a model whose weights alone are quantised."""
 APEX = re.compile(r"(?:^|\.)__(\w+)_mma_(mask|pruned_p)$")
 """Buffers of apex's ASP."""
-RUN, LOCK, RESULT = "run.json", ".lock", "result"
+RUN, LOCK = "run.json", ".lock"
 HOW = "## How it was converted"
 
 Progress = Callable[[int, int, str], None]

@@ -20,6 +20,8 @@ from .tensors import INDEX, SINGLE, first_line, quote, shortened, weight_files
 
 CONFIG = "config.json"
 REPORT = "report.json"
+RESULT = "result"
+"""The folder inside a work folder in which the one to be written is assembled, so that it may have any name."""
 OWN = {CONFIG, REPORT, "generation_config.json"}
 WEIGHTS = (
     "model*.safetensors", "model*.safetensors.index.json", "pytorch_model*", "tf_model*", "flax_model*", "rust_model*", "consolidated*",

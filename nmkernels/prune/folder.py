@@ -25,7 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from .. import ops
 from .._version import __version__
 from ..export.card import config_entry, end_card, first_of, write_card
-from ..export.folders import CONFIG, REPORT, carry_over, check_out, parts_of
+from ..export.folders import CONFIG, REPORT, RESULT, carry_over, check_out, parts_of
 from ..export.plan import STACKS
 from ..export.safetensors import HUGGING_FACE, described, table
 from ..export.stream import ShardWriter
@@ -193,7 +193,7 @@ def work_folder(out: Path, verb: str = "prune") -> Path:
 
 def new_result(work: Path, out: Path) -> Path:
     """An empty folder in ``work`` with the name of ``out``, which may be that of something else there."""
-    folder = work / "result" / out.name
+    folder = work / RESULT / out.name
     with writing(folder):
         shutil.rmtree(folder.parent, ignore_errors=True)
         folder.mkdir(parents=True)
